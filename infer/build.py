@@ -19,34 +19,26 @@ from idlm.devices import is_out_of_memory, require_gpu
 from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.memory.base import (
-    CANVAS,
     LOGITS,
     MEMORY_MANAGERS,
-    PAGED,
     MemoryDemand,
     MemoryManager,
     MemoryPlan,
     Transient,
-    runner_of,
+    plans_canvases,
 )
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.models.loader import LoadedModel, Outline, load_outline, read_outline, slot_share
+from idlm.infer.mosaic.arena import open_arena
 from idlm.infer.mosaic.canvas import canvas_shape
-from idlm.infer.mosaic.canvas_runner import CanvasRunner
+from idlm.infer.mosaic.canvas_runner import CanvasRunner, resolve_canvases
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.deterministic import check_products, request_strict_products
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_costs import MAX_SLOWDOWNS, WEIGHT_ROWS, PassCosts
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS, max_stored_rows
-from idlm.infer.runtime.model_runner import (
-    EagerStep,
-    PassRunner,
-    Runner,
-    RunnerParts,
-    Step,
-    head_shape,
-)
+from idlm.infer.runtime.model_runner import EagerStep, PassRunner, Runner, Step, head_shape
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
@@ -62,8 +54,6 @@ from idlm.kernels.paged_attention.op import AUTO
 from idlm.log import get_logger
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 
-RUNNERS: Mapping[str, type[PassRunner]] = {PAGED: Runner, CANVAS: CanvasRunner}
-"""What executes passes, by the word that a memory manager says (`runner_of`)."""
 PAGE_SIZE = 16
 LOADS = ((60 << 30, 256, 8192), (30 << 30, 128, 4096), (0, 64, 2048))
 """Defaults of a GPU by the least memory that it has: sequences that run at once, and prompt rows of a pass.
@@ -81,14 +71,12 @@ MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; KV slots of
-    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options;
-    decoding rows of a pass at most."""
+    """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; canvases of
+    a request without options; decoding rows of a pass, and KV slots of one sequence, at most."""
 
     num_lanes: int
     max_length: int
     num_canvases: int
-    max_rows: int
     decoding_rows: int
     max_slots: int
     kv_dtype: torch.dtype
@@ -96,16 +84,15 @@ class _Sizes:
 
 def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _Sizes:
     assert settings.max_length is not None
-    num_rows, num_canvases = max_rows(decoder, settings.max_length), decoder.num_canvases(SamplingParams())
-    num_slots, page_size = decoder.kv_policy.num_slots(settings.max_length, num_rows), settings.slots_per_page
-    row_limit = num_canvases * num_rows
+    policy, num_rows = decoder.kv_policy, max_rows(decoder, settings.max_length)
+    num_canvases, page_size = decoder.num_canvases(SamplingParams()), settings.slots_per_page
+    num_slots = policy.num_slots(settings.max_length, num_rows)
     return _Sizes(
         num_lanes=settings.max_sequences + 1,
         max_length=settings.max_length,
         num_canvases=num_canvases,
-        max_rows=row_limit,
-        decoding_rows=decoder.kv_policy.max_rows(
-            settings.max_sequences, row_limit, budget=settings.row_budget
+        decoding_rows=policy.max_rows(
+            settings.max_sequences, num_canvases * num_rows, budget=settings.row_budget
         ),
         max_slots=(decoder.max_canvases - 1) * -(-num_slots // page_size) * page_size + num_slots,
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype,
@@ -144,8 +131,8 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     outline, decoder = read_checkpoint(path, options, shards)
     if outline.spec.moe is not None:
         moe.check_blocks(outline.spec.moe, feeds_parts=decoder.kv_policy.feeds_parts)
-    kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
-    settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
+    if plans_canvases(MEMORY_MANAGERS.get(settings.memory)):
+        settings = resolve_canvases(settings, decoder.kv_policy, outline, options.accelerators)
     shards = shards.linked(outline.spec.width, outline.dtype)
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
@@ -188,18 +175,13 @@ def _assemble(
         memory = MEMORY_MANAGERS.get(settings.memory)()
         pool, planned = _pool(settings, model, decoder, sizes, stack, shards, memory)
         attention = _attention(settings, model, sizes.kv_dtype)
-        runner = RUNNERS[runner_of(memory)].make(
-            RunnerParts(
-                settings=settings,
-                model=model,
-                pool=pool,
-                open_cache=functools.partial(_kv_store, model, decoder, sizes, pool),
-                attention=attention,
-                stack=stack,
-                memory=memory,
-                plan=planned,
-            )
-        )
+        runner: PassRunner
+        if plans_canvases(memory):
+            arena = open_arena(settings.memory_arena, device)
+            runner = CanvasRunner(model, arena, pool, capacity=planned.workspace_bytes)
+        else:
+            cache = _kv_store(model, decoder, sizes, pool)
+            runner = Runner(model, pool, cache, attention=attention, stack=stack, memory=memory)
     settings = _resolve_graphs(settings, attention, model, stack.eager if stack else [], decoder.kv_policy)
     return EngineParts(
         settings=settings,
@@ -442,7 +424,7 @@ def _pool(
     memory: MemoryManager,
 ) -> tuple[PagePool, MemoryPlan]:
     """The pool of KV pages, as many as the memory manager decides; accelerators allocate their state."""
-    demand = _memory_demand(settings, model, decoder, sizes, stack, runner_of(memory) == CANVAS)
+    demand = _memory_demand(settings, model, decoder, sizes, stack, plans_canvases(memory))
     planned = MemoryPlan() if settings.num_pages and demand.canvas is None else memory.plan(demand)
     if settings.num_pages is not None:
         num_bytes = settings.num_pages * demand.page_bytes

@@ -46,10 +46,8 @@ from idlm.infer.structured.grammar import Compiling
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
-    `logprobs` holds one entry per token if the request wants them. The first event has the
-    `prompt_logprobs` of `Completion`. `error` is set if the answer is not
-    complete: IDLM-0448 (out of memory), IDLM-0457 (nonfinite logits) or IDLM-0473 (decoded otherwise after a
-    preemption)."""
+    `logprobs` holds one entry per token if the request wants them. The first event has the `prompt_logprobs`
+    of `Completion`. `error` is set if the answer is not complete: IDLM-0448, IDLM-0457 or IDLM-0473."""
 
     request_id: str
     index: int
@@ -86,15 +84,12 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
-        """Load a checkpoint directory.
+        """Load a checkpoint directory. `decoder` None chooses the one that fits the checkpoint.
 
-        `decoder` None chooses "full" for a full-diffusion checkpoint, "block" for a block-causal one, "isd"
-        for a converted one, else "ar".
         `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, ...) and of the decoder's
         Config (for isd: stride, rejection_strategy, acceptance). `accelerators` may be a name, a list of
         names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more
-        processes, which end with `close` or with this process. `~` is the home in `path` and `base`. Raises
-        UserError for any unusable option."""
+        processes, which end with `close` or with this process. Raises UserError for any unusable option."""
         path = Path(path).expanduser()
         checked = check_options(decoder, options)
         if checked.settings.tensor_parallel == 1:
@@ -131,8 +126,8 @@ class Engine:
         }
 
     def capture_missed(self) -> bool:
-        """For a time without requests: capture one shape of pass that traffic ran without a CUDA graph; False
-        if there is none."""
+        """Between requests: capture one shape of pass that ran without a CUDA graph; False if there is
+        none."""
         return not self.has_work and self._worker.capture_missed()
 
     def generate(
@@ -145,9 +140,8 @@ class Engine:
         """Answers in the order of the prompts; the `n` samples of a prompt are adjacent.
 
         Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
-        token ids; IDLM-0448 if memory is too short for a request, IDLM-0457 if its logits are not finite and
-        IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request`
-        and `step` to keep their answers."""
+        token ids, and the error of the first request that fails (`StreamEvent.error`), and aborts the others.
+        Use `add_request` and `step` to keep their answers."""
         done: dict[tuple[str, int], Completion] = {}
         with self._queued(prompts, params, request_ids) as keys:
             own = {request_id for request_id, _ in keys}
@@ -160,8 +154,7 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamEvent]:
         """Events of one prompt as steps finish; closing the iterator aborts the request.
 
-        The request is checked and queued by this call, before the first event is read. Raises UserError like
-        `generate`."""
+        Checks and queues the request before the first event is read. Raises UserError like `generate`."""
         events = self._events_of(prompt, params)
         # It queues the prompt; closing it aborts the request then, also before an event is read.
         next(events)
@@ -185,22 +178,11 @@ class Engine:
         *,
         streams: bool = False,
         turn: QueueOrder = ANONYMOUS,
-    ) -> None:
-        """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
-        Requests of different clients and calls (`turn`) are admitted in turn."""
-        self._add(request_id, prompt, params, streams=streams, turn=turn)
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
-        streams: bool,
-        turn: QueueOrder = ANONYMOUS,
         is_read: bool = True,
     ) -> None:
-        """Queue a prompt; with `is_read` False there is an event of each sample's end alone."""
+        """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
+        Requests of different clients and calls (`turn`) are admitted in turn. With `is_read` False each
+        sample has one event, at its end."""
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
         with uninterrupted():
@@ -222,8 +204,8 @@ class Engine:
         return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
     def may_add(self, grammar: Compiling | None) -> bool:
-        """Whether a request with this grammar can run now: it is compiled, and no other grammar is on trial
-        if it is."""
+        """Whether a request with this grammar can run now: it is compiled, and no other one is on trial with
+        it."""
         if grammar is None or not grammar.done():
             return grammar is None
         compiled, queued = grammar.result(), (*self.scheduler.running, *self.scheduler.waiting)
@@ -268,7 +250,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether a request is unfinished."""
         return bool(self._active)
 
     @property
@@ -285,8 +266,7 @@ class Engine:
         return self._taken(None)
 
     def take_events(self) -> list[StreamEvent]:
-        """The events since the last call, without a step, one for each sample: those of calls of `run_step`,
-        or of a step that raised."""
+        """The events since the last call, without a step: those of `run_step`, or of a step that raised."""
         self._make_events(None)
         return self._taken(None)
 
@@ -297,8 +277,8 @@ class Engine:
 
     @uninterrupted()
     def _make_events(self, request_ids: Collection[str] | None) -> None:
-        """Make the events of the tokens that these requests (None: all) have emitted since their last ones.
-        Text is made here, in batches, unless it may end the answer."""
+        """Make events of the tokens that these requests (None: all) emitted since their last ones. Text is
+        made here, in batches, unless it may end the answer."""
         for request in [one for one in self._unread if request_ids is None or one.request_id in request_ids]:
             self._events.append(self._event(request))
             del self._unread[request]
@@ -391,12 +371,15 @@ class Engine:
             counts = step.counts()
             if self._reservation is not None:
                 self._reservation.observe(step.demands(), step.widths)
-            for request, position, logprobs in step.prompt_logprobs():
-                request.add_prompt_logprobs(position, logprobs)
+            if step.schedule.prompt_rows is not None:
+                for request, position, logprobs in step.prompt_logprobs():
+                    request.add_prompt_logprobs(position, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:
                 load = StepLoad.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
-            scored: Sequence[Sequence[TokenLogprob]] = step.logprobs() or [()] * len(counts)
+            scored: Sequence[Sequence[TokenLogprob]] = [()] * len(counts)
+            if step.schedule.members.num_top is not None:
+                scored = step.logprobs()
             for request, samples, row, own in zip(step.requests, step.samples, counts, scored, strict=True):
                 # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:
@@ -407,13 +390,12 @@ class Engine:
     def _process(
         self, request: Request, row: Sequence[int], logprobs: Sequence[TokenLogprob], mode: int
     ) -> None:
-        """Commit what a step emitted for one request, and finish the request if it is done. `row`: of
-        `StepResult.counts_BJ`."""
+        """Commit what a step emitted for one request (`row` of `StepResult.counts_BJ`); finish it if it is
+        done."""
         nonfinite, waited, _, _, _, num_emitted, accepted, tested, *token_ids = row
         del token_ids[num_emitted:]
-        if (nonfinite or request.num_again or not request.token_ids) and self._fails(
-            request, token_ids, nonfinite
-        ):
+        is_suspect = nonfinite or request.num_again or (request.prompt_logprobs and not request.token_ids)
+        if is_suspect and self._fails(request, token_ids, nonfinite):
             return
         num_before, problem, answer = request.num_known, None, self._texts.get(request)
         if answer is not None and answer.has_stops:
@@ -428,8 +410,12 @@ class Engine:
             request.num_steps += 1
             if tested:
                 request.count_drafts(accepted, tested, len(new_ids))
-            if self._stride_controller is not None:
-                self._observe_drafts(request, accepted, tested, mode)
+            # Drafts that a grammar forces are always accepted.
+            if self._stride_controller is not None and request.grammar is None:
+                from_masks = not request.has_other_drafts
+                self._stride_controller.observe_drafts(accepted, tested, from_masks=from_masks)
+                drafts_again = accepted < tested and self.decoder.drafts_again(mode)
+                request.has_other_drafts = from_masks and drafts_again
             if logprobs:
                 request.logprobs += logprobs[: len(new_ids)]
         if request.finish_reason is not None:
@@ -452,7 +438,6 @@ class Engine:
         return request.finish_reason is not None
 
     def _end(self, request: Request) -> None:
-        """Enter the last event of an answer, and finish it."""
         event = self._event(request)
         if request in self._texts:
             event.text += self._texts[request].finish()
@@ -471,15 +456,6 @@ class Engine:
             if request.finish_reason is not None or (grammar is not None and grammar.problem):
                 break
         return new_ids
-
-    def _observe_drafts(self, request: Request, accepted: int, tested: int, mode: int) -> None:
-        """Report drafts to the stride controller, but not those that a grammar forces, which are always
-        accepted."""
-        if self._stride_controller is not None and request.grammar is None:
-            from_masks = not request.has_other_drafts
-            self._stride_controller.observe_drafts(accepted, tested, from_masks=from_masks)
-            drafts_again = accepted < tested and self.decoder.drafts_again(mode)
-            request.has_other_drafts = from_masks and drafts_again
 
     def _finish(
         self, request: Request, error: UserError | None = None, *, invalidate: bool = False
@@ -550,8 +526,8 @@ class Engine:
         *,
         streams: bool = False,
     ) -> Iterator[list[tuple[str, int]]]:
-        """Queue all prompts, or none if one is refused; gives (request id, index) of every sample. At its end
-        it aborts what is unfinished."""
+        """Queue all prompts, or none if one is refused; gives (request id, index) of every sample. Aborts
+        what is unfinished at its end."""
         if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
             raise UserError(
                 "IDLM-0407",
@@ -579,7 +555,7 @@ class Engine:
             for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
                 self._check_new(request_id)
                 added.add(request_id)
-                self._add(request_id, prompt, setting, streams=streams, is_read=streams)
+                self.add_request(request_id, prompt, setting, streams=streams, is_read=streams)
             yield [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
         finally:
             self._drop(added)

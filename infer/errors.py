@@ -1,7 +1,4 @@
-"""Errors that end a request without its answer: out of memory, and logits that are not finite.
-
-`Engine._recover_from_oom` says what is tried before a request fails.
-"""
+"""Errors that end a request without its answer. `Engine._recover_from_oom` says what is tried before."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ MIN_CONSECUTIVE_OOM = 2
 def out_of_memory(
     request_id: str, num_consecutive: int, message: str, *, max_num_batched_tokens: int
 ) -> UserError:
-    """The error of a request that fails after steps that ran out of memory.
-
-    `max_num_batched_tokens` is the engine's setting."""
     budget = max(1, max_num_batched_tokens // 2)
     return UserError(
         "IDLM-0448",
@@ -29,7 +23,6 @@ def out_of_memory(
 
 
 def decoded_otherwise(request_id: str, num_tokens: int) -> UserError:
-    """The error of a preempted request whose answer of `num_tokens` tokens, decoded again, is another one."""
     return UserError(
         "IDLM-0473",
         f"request {request_id!r} failed: it was preempted, and decoding its {num_tokens} tokens again gave "
@@ -40,7 +33,6 @@ def decoded_otherwise(request_id: str, num_tokens: int) -> UserError:
 
 
 def grammar_failed(request_id: str, num_tokens: int, problem: str) -> UserError:
-    """The error of a request whose grammar does not say which tokens may come next."""
     return UserError(
         "IDLM-0478",
         f"request {request_id!r} failed: after {num_tokens} tokens its constraint cannot be followed: "
@@ -50,7 +42,6 @@ def grammar_failed(request_id: str, num_tokens: int, problem: str) -> UserError:
 
 
 def nonfinite_logits(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
-    """The error of a request whose logits, in `dtype`, are not finite after `num_tokens` emitted tokens."""
     advice = "use dtype=bfloat16 or float32, which hold larger numbers, or " * (dtype == torch.float16)
     return UserError(
         "IDLM-0457",

@@ -24,7 +24,6 @@ class _Deferred:
         self._num_received, self._pid = 0, os.getpid()
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Keep a signal, or deliver what waits."""
         if os.getpid() != self._pid:
             # A process that was forked inside a block never reaches its end.
             self.handlers[number](number, frame)

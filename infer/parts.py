@@ -30,8 +30,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """What was done before traffic: `num_graphs` of `num_wanted` captured, in `seconds` and `num_bytes` of
-    memory."""
+    """What was done before traffic: of `num_wanted` graphs `num_graphs` were captured."""
 
     num_graphs: int = 0
     num_wanted: int = 0
@@ -78,9 +77,8 @@ class EngineParts:
     def samples(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, *, compiles: bool = True
     ) -> list[Request]:
-        """The `n` samples of a request. Raises UserError if this engine cannot answer it: IDLM-0477 if ranks
-        would need a grammar too, and what `GrammarCompiler.grammar` raises, which is not called if `compiles`
-        is False."""
+        """The `n` samples of a request. Raises UserError if this engine cannot answer it. `compiles` False:
+        its grammar is not compiled, nor checked."""
         params, vocab_size = SamplingParams() if params is None else params, self.model.spec.vocab_size
         if not isinstance(params, SamplingParams):
             raise UserError(
@@ -140,8 +138,7 @@ class EngineParts:
         return encode_prompts(self.tokenizer, prompts, template=template, max_tokens=max_tokens)
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it, and
-        what the runner raises for such a canvas."""
+        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it."""
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
         num_new, num_canvases = max(1, answer_length(params)), self.decoder.num_canvases(params)
         longest, num_slots = min(context, len(prompt_ids) + num_new), self.pool.num_pages * page_size
@@ -171,23 +168,16 @@ class EngineParts:
 def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
     """Raise UserError IDLM-0411 for stop ids, or numbers of logprobs, beyond the vocabulary."""
     outside = [token for token in params.stop_token_ids if token >= num_rows]
-    large = [name for name in ("logprobs", "prompt_logprobs") if (getattr(params, name) or 0) > num_rows]
-    if outside or large:
-        raise _beyond_vocabulary(request_id, params, outside, large, num_rows)
-
-
-def _beyond_vocabulary(
-    request_id: str, params: SamplingParams, outside: list[int], large: list[str], num_rows: int
-) -> UserError:
     if outside:
-        return UserError(
+        raise UserError(
             "IDLM-0411",
             f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
             fix="give ids of the checkpoint's own tokenizer",
         )
-    return UserError(
-        "IDLM-0411",
-        f"request {request_id!r}: {large[0]}={getattr(params, large[0])}, but the vocabulary has {num_rows} "
-        "tokens",
-        fix=f"give {large[0]} <= {num_rows}",
-    )
+    for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if number is not None and number > num_rows:
+            raise UserError(
+                "IDLM-0411",
+                f"request {request_id!r}: {name}={number}, but the vocabulary has {num_rows} tokens",
+                fix=f"give {name} <= {num_rows}",
+            )

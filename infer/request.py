@@ -42,20 +42,18 @@ class Request:
     The host counts `num_computed` tokens whose KV is stored and `num_steps` steps that emitted tokens (the
     position of the random stream), as far as results have been read; `num_inflight` more steps are launched.
     `num_passes` decoding steps have emitted nothing since it last emitted tokens or lost its KV. The last
-    `num_again` of its tokens are unknown for now and will be decoded again (`Accelerator.decodes_again`).
-    `num_known` of its tokens are known, those of the prompt counted. `max_length` bounds prompt and answer
-    together. Once it decodes token by token, its lane has pages for the next pass while the request has at
-    most `num_covered` known tokens (0: it does not). The prefix cache has all of its pages while fewer than
-    `page_end` tokens are computed.
-    A pass feeds `num_canvases` of them (full diffusion),
-    each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
-    pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
-    `tested` count drafts by position, `recent_accepted` and `recent_tested` all of late: after
-    `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
-    but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
-    second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
-    answer. `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last
-    one too, and those so far have `num_reported` tokens of the answer."""
+    `num_again` of its tokens are unknown for now and will be decoded again (`Accelerator.decodes_again`);
+    `num_known` are known, those of the prompt counted. `max_length` bounds prompt and answer together. Once
+    it decodes token by token, its lane has pages for the next pass while the request has at most
+    `num_covered` known tokens (0: it does not). The prefix cache has all of its pages while fewer than
+    `page_end` tokens are computed. A pass feeds `num_canvases` of its tokens (full diffusion), each in slots
+    of its own. `page_keys` are the prefix-cache keys of its first whole pages, as far as they were looked up;
+    `num_cached_tokens` of the prompt were found there. Of late, `recent_accepted` of `recent_tested` drafts
+    were accepted: after `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts
+    are not from masks, but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's
+    tokens from the second one on, as far as they are known. `grammar` follows the tokens of the answer.
+    `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last one too,
+    and those so far have `num_reported` tokens of the answer."""
 
     request_id: str
     index: int
@@ -107,8 +105,8 @@ class Request:
 
     @property
     def num_unscored(self) -> int:
-        """Number of prompt tokens whose log-probabilities are requested and not known yet. Only the first of
-        a request's samples computes them."""
+        """Prompt tokens whose log-probabilities are requested, of the first sample alone, and not known
+        yet."""
         if self.params.prompt_logprobs is None or self.index > 0:
             return 0
         return len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
@@ -125,7 +123,6 @@ class Request:
         return any(math.isnan(one.logprob) for one in self.prompt_logprobs)
 
     def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """See `Completion.prompt_logprobs`."""
         if self.params.prompt_logprobs is None or self.index > 0:
             return None
         return (None, *self.prompt_logprobs)
@@ -142,9 +139,8 @@ class Request:
         return [*token_ids[: len(before)]] != before
 
     def extend(self, token_ids: list[int]) -> list[int]:
-        """Append emitted tokens, up to one that its grammar refuses or that ends the answer: a stop id, the
-        end of the grammar or of the length, which sets `finish_reason`. Returns the new ones, without those
-        that were decoded again."""
+        """Append emitted tokens, up to one that its grammar refuses or that ends the answer, which sets
+        `finish_reason`. Returns the new ones, without those that were decoded again."""
         if self.num_again:
             token_ids = self._new(token_ids)
         is_near_end = self.num_known + len(token_ids) >= self.max_length
@@ -180,8 +176,7 @@ class Request:
         return kept
 
     def count_drafts(self, num_accepted: int, num_tested: int, num_kept: int) -> None:
-        """Count the drafts of one step, of which the first `num_accepted` were accepted. Those behind the
-        `num_kept` tokens that belong to the answer do not count."""
+        """Count the drafts of one step. Those after the `num_kept` tokens of the answer do not count."""
         if num_accepted >= num_kept:
             num_accepted = num_tested = num_kept
         while len(self.passes_by_tested) <= num_tested:
@@ -238,10 +233,8 @@ def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequenc
 
 
 def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
-    """Token ids of a prompt, a sequence of integers (Python's, or an array of them).
-
-    Raises UserError IDLM-0421 for anything else, IDLM-0410 for an empty prompt, and IDLM-0411 for ids outside
-    [0, num_rows)."""
+    """Token ids of a prompt, a sequence of integers. Raises UserError IDLM-0421 for anything else, IDLM-0410
+    for an empty prompt, and IDLM-0411 for ids outside [0, num_rows)."""
     try:
         token_ids = None if isinstance(prompt, bytes) else [operator.index(token) for token in prompt]
     except TypeError:
@@ -299,7 +292,6 @@ class Waiting:
                     levels.append(below)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         *path, last = request.turn
         level = self._clients
         for name in path:
@@ -308,19 +300,17 @@ class Waiting:
         self._num += 1
 
     def first(self) -> Request:
-        """Whose turn it is."""
-        return self._interrupted[0] if self._interrupted else self._next()
+        return self._interrupted[0] if self._interrupted else _first(self._clients, 0)
 
     def pop(self) -> Request:
         """Take the first request out; the next turn is that of others."""
         if self._interrupted:
             return self._interrupted.popleft()
-        request = self._next()
+        request = _first(self._clients, 0)
         self._take(request, ends_turn=True)
         return request
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is in the queue."""
         if request in self._interrupted:
             self._interrupted.remove(request)
         else:
@@ -346,22 +336,18 @@ class Waiting:
         return None if self._interrupted else _starved(self._clients, (), counts)
 
     def prefer(self, request: Request) -> None:
-        """Let a waiting request be the first."""
         level = self._clients
         for name in request.turn:
-            _move_to_front(level, name)
+            others = {key: level.pop(key) for key in list(level) if key != name}
+            level.update(others)
             level = level[name]
 
-    def _next(self) -> Request:
-        return _first(self._clients, 0)
-
     def _take(self, request: Request, *, ends_turn: bool = False) -> None:
-        path = request.turn
         levels: list[Any] = [self._clients]
-        for name in path:
+        for name in request.turn:
             levels.append(levels[-1][name])
         levels.pop().remove(request)
-        for level, name in zip(reversed(levels), reversed(path), strict=True):
+        for level, name in zip(reversed(levels), reversed(request.turn), strict=True):
             below = level[name]
             if not below or ends_turn:
                 del level[name]
@@ -391,8 +377,3 @@ def _first(level: Any, depth: int) -> Request:
         depth += 1
     request: Request = level[0]
     return request
-
-
-def _move_to_front(level: dict[Any, Any], name: Any) -> None:
-    others = {key: level.pop(key) for key in list(level) if key != name}
-    level.update(others)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from idlm.infer.request import Request, Waiting
 from idlm.infer.runtime.graphs.pass_costs import PassCosts, prompt_rows
+from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
@@ -72,7 +73,6 @@ class Scheduler:
         return (num_canvases - 1) * self.pool.pages_for(num_slots) * self.pool.page_size + num_slots
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.waiting.add(request)
 
     def next(self) -> Schedule | None:
@@ -126,8 +126,8 @@ class Scheduler:
         return schedule
 
     def book(self, request: Request, num_before: int, waited: int = 0) -> None:
-        """Note the results of a decoding pass; the request had `num_before` known tokens before it. `waited`:
-        the pass stored no more than was scheduled."""
+        """Note the results of a decoding pass; the request had `num_before` known tokens before it. If it
+        `waited`, it has stored no more than was scheduled."""
         request.num_inflight -= 1
         if waited:
             return
@@ -155,10 +155,8 @@ class Scheduler:
         request.lane = None
 
     def requeue_all(self) -> None:
-        """Return every running request to the front of the queue, in order, with what it has emitted.
-
-        For a pass that failed at an unknown place, this scheduler included: the contents of lanes and pages
-        are unknown then, while the requests are intact."""
+        """Return every running request to the front of the queue, in order, with what it has emitted: for a
+        pass that failed, after which the contents of lanes and pages are unknown."""
         self.waiting.put_back(self.running)
         self.running.clear()
         self._last = None
@@ -170,7 +168,6 @@ class Scheduler:
         self.pool.reset()
 
     def halve_budget(self) -> None:
-        """Halve the row budget, down to one row."""
         self._row_budget = max(1, self._row_budget // 2)
         self._num_good_passes = 0
 
@@ -193,18 +190,20 @@ class Scheduler:
                 arriving = itertools.islice(self.waiting, len(self._free_lanes))
                 requests, size = [*self.running, *arriving], self._kv_policy.block_size
                 remaining = [self._remaining(request) for request in requests]
-                decodes = min(remaining[: len(self.running)], default=math.inf) <= size
                 num_waiting = sum(max(0, num - size) for num in remaining)
-                num_rows = prompt_rows(
-                    self.costs,
-                    num_sequences=len(requests),
-                    num_slots=sum(request.num_known for request in requests),
-                    num_waiting=num_waiting,
-                    maximum=self._row_budget,
-                    max_slowdown=self._max_slowdown if decodes else math.inf,
-                )
-                if num_rows < num_waiting:
-                    self._num_left = num_rows
+                # What the smallest graph holds is stored at once.
+                if num_waiting > PROMPT_GRAPHS[0]:
+                    decodes = min(remaining[: len(self.running)], default=math.inf) <= size
+                    num_rows = prompt_rows(
+                        self.costs,
+                        num_sequences=len(requests),
+                        num_slots=sum(request.num_known for request in requests),
+                        num_waiting=num_waiting,
+                        maximum=self._row_budget,
+                        max_slowdown=self._max_slowdown if decodes else math.inf,
+                    )
+                    if num_rows < num_waiting:
+                        self._num_left = num_rows
         return self._num_left
 
     def _may_admit(self) -> bool:
@@ -245,7 +244,7 @@ class Scheduler:
 
     def _covers(self, request: Request, longest: int) -> bool:
         """Whether a pass of a token-causal sequence that decodes needs no decision while it may have
-        `longest` known tokens, its pages being reserved now: its answer is not complete by then."""
+        `longest` known tokens: its pages are reserved now, and its answer is not complete by then."""
         if not request.num_covered or longest >= request.max_length:
             return False
         lane, num_rows, size = lane_of(request), self._num_rows(request.max_length), self.pool.page_size
@@ -279,7 +278,6 @@ class Scheduler:
         return True
 
     def _forget(self, request: Request) -> None:
-        """Note that the request lost its KV."""
         request.num_computed = request.num_passes = request.num_covered = request.page_end = 0
         if self._decodes_again:
             request.decode_again()
@@ -295,12 +293,10 @@ class Scheduler:
         return True
 
     def _allocate(self, request: Request, num_slots: int) -> bool:
-        """Reserve pages for a sequence that has none, beginning with the pages of its tokens that the prefix
-        cache holds.
+        """Reserve pages for a sequence that has none, beginning with those of its tokens in the prefix cache.
 
         The block of the last known token is fed in any case, for its logits. Only whole pages are shared, so
-        that the lane writes into pages of its own only: what a page has in common with the text up to its
-        middle is computed again, which adds less than a page of rows to the next pass."""
+        that the lane writes into pages of its own only."""
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
@@ -336,10 +332,8 @@ class Scheduler:
         return len(schedule.requests)
 
     def _commit(self, request: Request, num_computed: int, *, is_written: bool = True) -> None:
-        """Enter the request's pages before `num_computed` into the prefix cache, as far as they are missing.
-
-        A page that another sequence entered first stays the request's own while the request has to write
-        it."""
+        """Enter the request's missing pages before `num_computed` into the prefix cache. A page that another
+        sequence entered first stays the request's own while the request has to write it."""
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if self._decodes_again:
             num_computed = min(num_computed, self._kv_policy.num_computable(len(request.prompt_ids)))

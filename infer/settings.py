@@ -136,13 +136,12 @@ class EngineSettings:
 
     @property
     def accelerator_options(self) -> dict[str, dict[str, Any]]:
-        """Options of each accelerator by its name."""
         return as_options(self.accelerators)
 
     @property
     def warms_up(self) -> bool:
-        """Whether graphs are captured before the first request. Ranks that share a model must do the same, so
-        that neither their clock, their memory nor files may decide: they capture all graphs or none."""
+        """Whether graphs are captured before the first request. Neither clock, memory nor files of ranks that
+        share a model may decide which: they capture all graphs or none."""
         return self.warmup == "full" or (self.warmup == "auto" and self.tensor_parallel == 1)
 
     def options(self) -> dict[str, Any]:
@@ -152,8 +151,8 @@ class EngineSettings:
 
 
 def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
-    """A sentence for each setting, by name, that is not null and below its least value or not finite. A list
-    is checked item by item."""
+    """A sentence for each setting, or item of a list, that is not null and below its minimum or not
+    finite."""
     given = [(name, getattr(settings, name), minimum) for name, minimum in bounds]
     return [
         f"{name}={value} must be >= {minimum:g}"
@@ -164,9 +163,8 @@ def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
 
 
 def as_options(given: Any) -> dict[str, dict[str, Any]]:
-    """Options by name of accelerator, from a name, several names, options by name, or None.
-
-    Raises UserError IDLM-0461 for anything else."""
+    """Options by name of accelerator, from a name, several names, options by name, or None. Raises UserError
+    IDLM-0461 for anything else."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and all(isinstance(options, Mapping | None) for options in given.values()):
@@ -182,7 +180,6 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
 
 
 def _not_names(given: Any) -> UserError:
-    """The error of a value that does not name accelerators."""
     if isinstance(given, Mapping):
         name, options = next(item for item in given.items() if not isinstance(item[1], Mapping | None))
         return UserError(

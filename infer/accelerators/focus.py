@@ -136,7 +136,6 @@ class FocusPass(RowsPass):
         )
 
     def _select(self, first_BPW: Tensor, second_BPW: Tensor) -> Selected:
-        """The positions that remain, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
             is_mine_B=self._started.evicts_B,
@@ -179,7 +178,6 @@ class Focus(RowsAccelerator):
     config: FocusConfig
 
     def problems(self) -> list[str]:
-        """Also names options out of range, too few layers, and a decoder that keeps old keys and values."""
         found, alpha, size = super().problems(), self.config.alpha, self.spec.block_size
         if not 1 <= alpha < float("inf"):
             found.append(f"alpha={alpha!r} is not a finite number >= 1")
@@ -209,18 +207,15 @@ class Focus(RowsAccelerator):
         return self.config.commit == "unfrozen"
 
     def allocate(self) -> None:
-        """Allocate the state of each lane's block."""
         spec = self.spec
         assert spec.block_size is not None
         self.memory = BlockState.empty(spec.num_lanes, spec.block_size, spec.device)
 
     def reset(self, lanes: list[int]) -> None:
-        """Clear these lanes."""
         memory = self.memory
         fill_lanes(lanes, -1, memory.starts_Z, memory.before_starts_Z)
         fill_lanes(lanes, 0, memory.counts_Z4)
         fill_lanes(lanes, True, memory.is_new_Z)
 
     def begin(self, view: PassView) -> FocusPass:
-        """Rows are dropped of blocks that are fed whole and have masks."""
         return FocusPass(view, self.config, self.memory, shifted=self.spec.semantics.logit_shift)

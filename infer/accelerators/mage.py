@@ -36,7 +36,6 @@ class Mage(PrefixAccelerator):
     config: MageConfig
 
     def begin(self, view: PassView) -> PrefixPass:
-        """Sequences without a set for their active block rank."""
         has_set_B = self.sets.memory.knows(view)
         return PrefixPass(
             view, self.sets, is_sparse_B=view.is_working_B & has_set_B, ranks_B=view.is_working_B & ~has_set_B

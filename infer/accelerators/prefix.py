@@ -42,7 +42,6 @@ class PrefixSets:
         self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
 
     def reset(self, lanes: list[int]) -> None:
-        """Clear the sets of these lanes."""
         self.memory.reset(lanes)
         self.slots_LZKC.index_fill_(1, to_device(lanes, self.slots_LZKC.device), NOT_LISTED)
 
@@ -133,7 +132,6 @@ class PrefixAccelerator(KVAccelerator, ABC):
     shards: ClassVar[bool] = True
 
     def problems(self) -> list[str]:
-        """Also names numbers out of range."""
         spec, k, exact_layers = self.spec, self.config.k, self.config.exact_layers
         found = set_problems(spec, k=k, exact_layers=exact_layers)
         # The lists of lanes, and those that a pass takes of them.
@@ -172,16 +170,13 @@ class PrefixAccelerator(KVAccelerator, ABC):
         )
 
     def allocate(self) -> None:
-        """Allocate a set per lane."""
         self.sets = PrefixSets(self.spec, exact_layers=self.config.exact_layers, num=self.config.k)
 
     def reset(self, lanes: list[int]) -> None:
-        """Clear the sets of these lanes."""
         self.sets.reset(lanes)
 
 
 def set_problems(spec: EngineSpec, *, k: int, exact_layers: int) -> list[str]:
-    """Return what is wrong with the numbers of a kv-side accelerator."""
     found = []
     if k < 1:
         found.append(f"k={k!r} is below 1")

@@ -54,7 +54,6 @@ class LayerBounds:
         self.minimum, self.largest = minimum[:, :-1], largest[:, :-1]
 
     def layer(self, index: int) -> Bounds:
-        """The bounds of one sparse layer."""
         return Bounds(min_CKH=self._min[index], largest_CKH=self._largest[index], size=self.size)
 
 
@@ -70,7 +69,6 @@ class Quest(KVAccelerator):
     config: QuestConfig
 
     def problems(self) -> list[str]:
-        """Also names numbers out of range."""
         found = set_problems(self.spec, k=self.config.k, exact_layers=self.config.exact_layers)
         if self.config.page < 1:
             found.append(f"page={self.config.page!r} is below 1")
@@ -86,20 +84,17 @@ class Quest(KVAccelerator):
         self._num_layers = max(0, spec.num_layers - config.exact_layers)
 
     def page_bytes(self) -> int:
-        """Return the bytes of two keys per piece, layer and KV head."""
         spec = self.spec
         keys = 2 * self._num_layers * spec.heads.num_kv_heads * (spec.page_size // self.piece)
         return keys * spec.heads.head_dim * self._dtype.itemsize
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Allocate the bounds of all pages."""
         spec = self.spec
         num_pieces = num_pages * (spec.page_size // self.piece)
         shape = (self._num_layers, num_pieces, spec.heads.num_kv_heads, spec.heads.head_dim)
         self.bounds = LayerBounds(shape, self.piece, dtype=self._dtype, device=spec.device)
 
     def begin(self, view: PassView) -> QuestPass:
-        """Every pass over a block is sparse."""
         return QuestPass(view, self.bounds, self.config)
 
 
@@ -148,7 +143,6 @@ class QuestPass(KVPass):
         write_bounds(keys_SKH, scale_K, self._bounds.layer(index), self._pieces, ends_B, self._slots)
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """Return the slots of the best pages."""
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if index < 0:
             return None

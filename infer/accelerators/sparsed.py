@@ -47,7 +47,6 @@ class SparseD(PrefixAccelerator):
     config: SparsedConfig
 
     def problems(self) -> list[str]:
-        """Also names an `exact_share` out of range."""
         found, share = super().problems(), self.config.exact_share
         if not (math.isfinite(share) and 0 < share <= 1):
             found.append(f"exact_share={share!r} is not in (0, 1]")
@@ -65,6 +64,5 @@ class SparseD(PrefixAccelerator):
         )
 
     def _num_exact(self, num_steps_B: Tensor) -> Tensor:
-        """Return the number of exact steps of blocks of `num_steps_B` steps."""
         share_B = num_steps_B.double() * self.config.exact_share - ROUNDING
         return torch.ceil(share_B).long().clamp(min=1)

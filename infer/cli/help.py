@@ -209,6 +209,7 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
+    from idlm.infer.mosaic.lifetimes import Sizes
     from idlm.infer.mosaic.planner import describe_plan
     from idlm.kernels.masked_logits import has_fused
 
@@ -228,10 +229,10 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     capacity = workspace_bytes(shape, device) - (weights if device.type == "cuda" else 0)
     # The mixed logits of two canvases are no product of the head, so such passes store them.
     shapes = [shape, fused_head(shape)] if has_fused(device) and num_canvases == 1 else [shape]
-    limits = {"length": num_rows, "wanted": num_rows, "capacity": capacity, "group": num_canvases}
+    sizes = Sizes(length=num_rows, wanted=num_rows, group=num_canvases)
     return "\n".join(
         [
-            *(describe_plan(plan_forward(trunk_forward(one), **limits)) for one in shapes),
+            *(describe_plan(plan_forward(trunk_forward(one), sizes, capacity=capacity)) for one in shapes),
             f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
             f"any length; the workspace may have {capacity:,} bytes",
         ]

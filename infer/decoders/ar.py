@@ -37,7 +37,6 @@ class ArDecoder(Decoder):
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
-        """Every token-causal checkpoint."""
         return 1 if semantics.causality == "causal" else None
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
@@ -45,13 +44,11 @@ class ArDecoder(Decoder):
         self.config = config
 
     def num_rows(self, mode: int, max_length: int) -> int:
-        """One."""
         return 1
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make the only layout, a single row; no state per lane."""
         self._layout = DraftLayout(layouts("cold", num_masks=0, max_drafts=0), device)
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:

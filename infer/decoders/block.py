@@ -62,7 +62,6 @@ class BlockDecoder(Decoder):
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
-        """Block-causal checkpoints."""
         return 1 if semantics.causality == "block" else None
 
     def __init__(self, config: BlockConfig, semantics: Semantics) -> None:
@@ -109,7 +108,6 @@ class BlockDecoder(Decoder):
             )
 
     def num_rows(self, mode: int, max_length: int) -> int:
-        """Those of a block."""
         return self.shape.size
 
     def configure(self, options: Mapping[str, Any]) -> BlockConfig:
@@ -131,7 +129,6 @@ class BlockDecoder(Decoder):
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self._scores = DecidedScores(self.blocks, self.shape, vocab_size)
         self.options = LaneOptions.empty(num_lanes, device)
@@ -142,7 +139,6 @@ class BlockDecoder(Decoder):
             )
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
-        """New sequences have decided nothing."""
         self.rewind(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
         self.options.admit(lanes, configs, block_size=self.shape.size)
@@ -171,10 +167,7 @@ class BlockDecoder(Decoder):
         if before is not None and (num_top := batch.num_top) is not None:
             logprobs = self._scores.note(before, plan, logits_XV, proposed, num_emitted_B, num_top=num_top)
         return StepOutcome(
-            token_ids_BJ=emitted_BW,
-            num_emitted_B=num_emitted_B,
-            nonfinite_B=nonfinite_B,
-            logprobs=logprobs,
+            token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, nonfinite_B=nonfinite_B, logprobs=logprobs
         )
 
     def _quota(self, plan: StepPlan) -> Tensor | None:
@@ -233,7 +226,6 @@ class BlockDecoder(Decoder):
         return is_maskable_BW if has_logits_BW is None else is_maskable_BW & has_logits_BW
 
     def _positions(self, table: SequenceState, plan: StepPlan) -> Positions:
-        """The positions that this pass may change."""
         known_B = table.num_known_Z[plan.lanes_B]
         return positions_of(known_B, self.blocks, self.shape, _given(plan), edits=self._edits)
 

@@ -76,7 +76,7 @@ class BlockConfig:
         return NO_EDITS if self.mode is None else MODES[self.mode][1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LaneOptions:
     """Options that may differ between requests; fp64, `steps_Z` int64."""
 
@@ -88,15 +88,8 @@ class LaneOptions:
     @classmethod
     def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
         """Any finite values, for lanes without a request."""
-        threshold_Z, edit_threshold_Z, entropy_bound_Z = torch.ones(
-            3, num_lanes, dtype=torch.float64, device=device
-        )
-        return cls(
-            threshold_Z=threshold_Z,
-            edit_threshold_Z=edit_threshold_Z,
-            entropy_bound_Z=entropy_bound_Z,
-            steps_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
-        )
+        threshold_Z, edit_Z, entropy_Z = torch.ones(3, num_lanes, dtype=torch.float64, device=device)
+        return cls(threshold_Z, edit_Z, entropy_Z, torch.ones(num_lanes, dtype=torch.int64, device=device))
 
     def admit(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
         """Set each lane's options; `block_size` steps if none are given."""

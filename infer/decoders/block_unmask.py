@@ -49,19 +49,17 @@ def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
 
 @UNMASKINGS.register("sequential")
 class Sequential(Unmasking):
-    """The leftmost."""
+    """The leftmost, as many as the quota."""
 
     def choose(self, masks: Masks) -> Tensor:
-        """As many as the quota."""
         return masks.is_maskable_BW & (masks.is_maskable_BW.long().cumsum(-1) <= masks.quota_B[:, None])
 
 
 @UNMASKINGS.register("low_confidence_static")
 class Static(Unmasking):
-    """The most confident; the others stay masked."""
+    """The most confident, as many as the quota; the others stay masked."""
 
     def choose(self, masks: Masks) -> Tensor:
-        """As many as the quota."""
         return masks.is_maskable_BW & (
             ranks(masks.confidence_BW, masks.is_maskable_BW) < masks.quota_B[:, None]
         )
@@ -82,13 +80,12 @@ class Dynamic(Static):
 
 @UNMASKINGS.register("entropy_bounded")
 class EntropyBounded(Unmasking):
-    """The masks of lowest entropy while their sum is below the bound; at least one."""
+    """The masks of lowest entropy while their sum is below the bound; at least one, without a quota."""
 
     needs_entropy: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("entropy_bound",)
 
     def choose(self, masks: Masks) -> Tensor:
-        """Without a quota."""
         assert masks.entropy_BW is not None
         is_maskable_BW = masks.is_maskable_BW
         rank_BW = ranks(-masks.entropy_BW, is_maskable_BW)

@@ -87,7 +87,6 @@ class FullDecoder(Decoder):
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
-        """Full-diffusion checkpoints."""
         return 1 if semantics.causality == "full" else None
 
     def __init__(self, config: FullConfig, semantics: Semantics) -> None:
@@ -119,11 +118,9 @@ class FullDecoder(Decoder):
         return max_length
 
     def num_canvases(self, params: SamplingParams) -> int:
-        """See `Decoder.num_canvases`."""
         return NUM_CANVASES if params.decoder_options.get("guidance", self.config.guidance) > 0 else 1
 
     def configure(self, options: Mapping[str, Any]) -> FullConfig:
-        """See `Decoder.configure`."""
         config: FullConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
         if options:
             try:
@@ -151,7 +148,6 @@ class FullDecoder(Decoder):
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """An active block per lane."""
         self._max_length = max_length
         self._width = min(self.config.block_length or max_length, max_length)
         shape = (num_lanes, self._width)
@@ -169,7 +165,6 @@ class FullDecoder(Decoder):
         self._forbidden_S = to_device(forbidden, device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
-        """In a new sequence nothing is decided yet."""
         self._begin_blocks(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
         self.options.admit(lanes, configs, [answer_length(one) for one in params])
@@ -311,9 +306,7 @@ class FullDecoder(Decoder):
         num_emitted_B = torch.where(is_clean_B, sizes_B, 0)
         table.commit(lanes_B, tokens_BW, num_emitted_B, torch.zeros_like(num_emitted_B))
         return StepOutcome(
-            token_ids_BJ=tokens_BW,
-            num_emitted_B=num_emitted_B,
-            nonfinite_B=is_bad_BW.any(-1).long(),
+            token_ids_BJ=tokens_BW, num_emitted_B=num_emitted_B, nonfinite_B=is_bad_BW.any(-1).long()
         )
 
     def _propose(

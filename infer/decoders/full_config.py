@@ -58,7 +58,7 @@ class FullConfig:
     guidance: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LaneOptions:
     """Options that may differ between requests: int64 `lengths_Z`, tokens of the whole answer, and `passes_Z`
     of each block; the others fp64."""
@@ -72,22 +72,10 @@ class LaneOptions:
 
     @classmethod
     def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
-        """Those of lanes without a request."""
-
-        def zeros() -> Tensor:
-            return torch.zeros(num_lanes, dtype=torch.float64, device=device)
-
-        return cls(
-            lengths_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
-            passes_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
-            threshold_Z=zeros(),
-            factor_Z=zeros(),
-            order_temperature_Z=zeros(),
-            guidance_Z=zeros(),
-        )
+        counts_2Z = torch.ones(2, num_lanes, dtype=torch.int64, device=device)
+        return cls(*counts_2Z, *torch.zeros(4, num_lanes, dtype=torch.float64, device=device))
 
     def admit(self, lanes: list[int], configs: Sequence[FullConfig], lengths: Sequence[int]) -> None:
-        """Set each lane's options."""
         thresholds = [NO_THRESHOLD if config.threshold is None else config.threshold for config in configs]
         factors = [NO_FACTOR if config.factor is None else config.factor for config in configs]
         passes = [passes_per_block(config, length) for config, length in zip(configs, lengths, strict=True)]
@@ -109,7 +97,6 @@ def passes_per_block(config: FullConfig, max_tokens: int) -> int:
 
 
 def order_name(config: FullConfig, *, logit_shift: bool) -> str:
-    """The order by name; the default depends on the family."""
     return config.order or ("entropy" if logit_shift else "low_confidence")
 
 

@@ -97,7 +97,6 @@ class LowConfidence(Order):
     has_threshold: ClassVar[bool] = True
 
     def score(self, drawn: Drawn) -> Tensor:
-        """Probability of the token under the model's own distribution."""
         return drawn.confidence_Y
 
     def quota(self, quota: Quota) -> Tensor:
@@ -121,7 +120,6 @@ class MaskgitPlus(Order):
     has_threshold: ClassVar[bool] = True
 
     def score(self, drawn: Drawn) -> Tensor:
-        """Probability of the token."""
         return drawn.confidence_Y
 
 
@@ -132,7 +130,6 @@ class TopkMargin(MaskgitPlus):
     reads: ClassVar[Literal["token", "entropy", "row"]] = "row"
 
     def score(self, drawn: Drawn) -> Tensor:
-        """Difference of the two largest probabilities."""
         assert drawn.probs is not None, "the second best token is not known"
         return row_margin(drawn.probs, drawn.is_greedy_Y)
 

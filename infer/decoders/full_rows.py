@@ -163,7 +163,6 @@ class Prefix(Cache):
     """The prompt and clean blocks are kept; the active block and everything after it is fed."""
 
     def feeds(self, canvases: Canvases) -> Tensor:
-        """From the active block on."""
         return canvases.slot_L >= canvases.known_B[:, None]
 
 
@@ -174,7 +173,6 @@ class Dual(Prefix):
     keeps_suffix: ClassVar[bool] = True
 
     def feeds(self, canvases: Canvases) -> Tensor:
-        """The active block."""
         return super().feeds(canvases) & (canvases.slot_L < canvases.block_ends_B[:, None])
 
 
@@ -186,7 +184,6 @@ class Delayed(Cache):
     has_interval: ClassVar[bool] = True
 
     def feeds(self, canvases: Canvases) -> Tensor:
-        """Masks of all blocks, and the tokens that the last pass has decided."""
         return canvases.is_mask_BL | canvases.is_recent_BL
 
 

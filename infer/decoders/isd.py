@@ -24,16 +24,7 @@ from idlm.infer.decoders.rejection import NO_ROW, DraftLayout, layouts, strategy
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.sampling import (
-    Probs,
-    Verdict,
-    draft_probs,
-    draw,
-    emit_and_draft,
-    nonfinite,
-    put,
-    verify,
-)
+from idlm.kernels.sampling import Probs, Verdict, draft_probs, draw, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
@@ -91,15 +82,12 @@ class IsdDecoder(Decoder):
         self._widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
 
     def num_rows(self, mode: int, max_length: int) -> int:
-        """Rows of the mode's widest layout."""
         return self._widths[mode]
 
     def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
-        """As the mode's strategy says."""
         return strategy_of(mode.strategy).tokens_per_forward(acceptance_J)
 
     def drafts_again(self, mode: int) -> bool:
-        """As the layouts of the mode say."""
         return self._drafts_again[mode]
 
     def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
@@ -150,7 +138,6 @@ class IsdDecoder(Decoder):
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
-        """New sequences have no drafts."""
         fill_lanes(lanes, 0, self.draft_buffer_Z)
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
@@ -246,6 +233,5 @@ class IsdDecoder(Decoder):
         return torch.where(rows_MJ[:, :, None] >= 0, ids_MJC, NO_ROW)
 
     def replace_drafts(self, chosen: Tensor) -> None:
-        """In the lanes; other drafts stay."""
         lanes_b, index_b, ids_b = chosen.unbind(1)
         self.drafts_ZJ[lanes_b, index_b] = ids_b

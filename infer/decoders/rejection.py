@@ -29,11 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from idlm.acceptance import (
-    cumulative_acceptance,
-    tokens_per_forward_branch,
-    tokens_per_forward_cold,
-)
+from idlm.acceptance import cumulative_acceptance, tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.kernels.sampling import LayoutTables
 from idlm.kernels.step_rows import MASK, RowTable
 from idlm.registry import Registry
@@ -254,12 +250,7 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """Number of rows."""
         return 1 + self.num_drafts + self.num_masks * len(self.mask_parents)
-
-    def group(self, index: int) -> tuple[int, ...]:
-        """Rows of mask group `index`."""
-        return mask_rows(self.num_drafts, self.num_masks, index)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -267,7 +258,7 @@ class RowLayout:
         chain = [(depth, depth, depth + 1, depth + 1) for depth in range(self.num_drafts + 1)]
         masks = []
         for index, parent in enumerate(self.mask_parents):
-            group = self.group(index)
+            group = mask_rows(self.num_drafts, self.num_masks, index)
             masks += [(MASK, parent + 1 + offset, parent + 1, group[0]) for offset in range(self.num_masks)]
         return tuple(chain + masks)
 

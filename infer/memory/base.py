@@ -59,7 +59,7 @@ class MemoryPlan:
 class MemoryManager(Protocol):
     """Decides the size of the KV pool and how passes divide what they allocate.
 
-    An attribute `runner` says what executes its passes (`idlm.infer.build.RUNNERS`); without one, PAGED."""
+    A true attribute `plans_canvases` has `CanvasRunner` execute its passes, without pages of KV."""
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
         """The plan for `demand`; UserError IDLM-0405 where nothing fits.
@@ -69,13 +69,9 @@ class MemoryManager(Protocol):
         ...
 
 
-PAGED, CANVAS = "paged", "canvas"
-"""Runners: on torch's allocator with pages of keys and values, and in one planned workspace without any."""
-
-
-def runner_of(manager: Any) -> str:
-    """The name of the runner that a manager needs."""
-    return str(getattr(manager, "runner", PAGED))
+def plans_canvases(manager: Any) -> bool:
+    """Whether passes run in one planned workspace, without pages of keys and values."""
+    return getattr(manager, "plans_canvases", False)
 
 
 MEMORY_MANAGERS: Registry[type[MemoryManager]] = Registry("memory_manager", "idlm.infer.memory")

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from idlm.errors import UserError
-from idlm.infer.memory.base import CANVAS, MEMORY_MANAGERS, MemoryDemand, MemoryPlan
+from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryDemand, MemoryPlan
 from idlm.infer.mosaic.canvas import workspace_bytes
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
+from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan
 
 
@@ -20,7 +21,7 @@ from idlm.infer.mosaic.planner import ArenaPlan
 class Mosaic:
     """The workspace may have what the weights leave free, but for what libraries need."""
 
-    runner: ClassVar[str] = CANVAS
+    plans_canvases: ClassVar[bool] = True
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
         """Pages for the most rows that fit; UserError IDLM-0405 if that is less than a page."""
@@ -28,7 +29,7 @@ class Mosaic:
         forward, size = trunk_forward(demand.canvas), demand.page_size
         capacity = workspace_bytes(demand.canvas, demand.device)
         maximum = demand.max_pages * size
-        if isinstance(search(forward, length=maximum, wanted=maximum, capacity=capacity), ArenaPlan):
+        if isinstance(search(forward, Sizes(length=maximum, wanted=maximum), capacity=capacity), ArenaPlan):
             return MemoryPlan(num_pages=demand.max_pages, workspace_bytes=capacity)
         num_rows = max_length(forward, capacity=capacity, wanted_share=1.0)
         if num_rows < size:

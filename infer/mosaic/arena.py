@@ -55,7 +55,6 @@ class PlainArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the arena holds."""
         return self._base.numel()
 
     def resize(self, num_bytes: int) -> None:
@@ -79,11 +78,9 @@ class PlainArena:
             raise _refused(num_bytes, current, "the device is out of memory") from error
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the bytes from `offset` on as a contiguous tensor."""
         return view_of(self._base, offset, shape, dtype)
 
     def close(self) -> None:
-        """Give the tensor back to torch."""
         self._base, self._is_closed = self._allocate(0), True
 
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -130,7 +127,6 @@ class MappedArena:
             self._base = self._driver.tensor(self.address, self.num_bytes)
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the bytes from `offset` on as a contiguous tensor."""
         assert self._base is not None, "the arena is empty"
         return view_of(self._base, offset, shape, dtype)
 
@@ -174,7 +170,6 @@ class MappedArena:
         self.num_bytes += num_bytes
 
     def _pop(self) -> None:
-        """Unmap and release the last extent."""
         handle, num_bytes = self._extents.pop()
         self.num_bytes -= num_bytes
         self._driver.unmap(self.address + self.num_bytes, num_bytes)

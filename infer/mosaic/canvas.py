@@ -42,7 +42,6 @@ def canvas_shape(spec: ModelSpec, dtype: torch.dtype) -> TrunkShape:
 
 
 def fused_head(shape: TrunkShape) -> TrunkShape:
-    """The trunk whose head stores no logits, for passes of greedy rows."""
     workspace = Size(row_bytes=WORKSPACE_ROW_BYTES, rows=WANTED, constant=WORKSPACE_BYTES)
     return replace(shape, fused_head=workspace)
 

@@ -67,13 +67,11 @@ class CanvasPass:
         return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
 
     def layer(self, step: OpCall) -> Layer:
-        """The layer of a call."""
         layer = self.trunk.layers[step.layer]
         assert isinstance(layer, Layer)
         return layer
 
     def experts(self, step: OpCall) -> Experts:
-        """The experts of a call's layer."""
         layer = self.trunk.layers[step.layer]
         assert isinstance(layer, MoeLayer)
         return layer.mlp
@@ -206,12 +204,10 @@ def _router(run: CanvasPass, step: OpCall) -> None:
 
 
 def _ids(run: CanvasPass, step: OpCall) -> Tensor:
-    """Place of the chosen experts [m, C]."""
     return run.rows(step, "expert_ids", run.experts(step).moe.num_chosen, dtype=torch.int32)
 
 
 def _weights(run: CanvasPass, step: OpCall) -> Tensor:
-    """Place of the weights of the chosen experts [m, C]."""
     return run.rows(step, "expert_weights", run.experts(step).moe.num_chosen, dtype=torch.float32)
 
 
@@ -361,7 +357,6 @@ class BestRows(WantedRows):
         self._run, self._step = run, step
 
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
-        """As the base, once."""
         found: list[Proposals | None] = []
         compute_best = super().best
 

@@ -20,14 +20,14 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
-from idlm.infer.mosaic.arena import Arena, open_arena
-from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes
+from idlm.infer.mosaic.arena import Arena
+from idlm.infer.mosaic.canvas import canvas_shape, fused_head
 from idlm.infer.mosaic.canvas_ops import BestRows, CanvasPass, CanvasRows
 from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
-from idlm.infer.runtime.model_runner import PassRunner, RunnerParts
+from idlm.infer.runtime.model_runner import PassRunner
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -35,6 +35,42 @@ from idlm.infer.state.page_pool import PagePool
 
 MAX_PLANS = 256
 """Numbers of rows whose plans are kept."""
+
+
+def resolve_canvases(
+    settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
+) -> EngineSettings:
+    """The settings of an engine whose passes run in one workspace: they are eager, because a plan follows
+    their rows. Raises UserError IDLM-0471 for what has no place in the template."""
+    name = f"memory={settings.memory}"
+    if policy.store != "shared":
+        raise UserError(
+            "IDLM-0471",
+            f"{name} runs decoders that store nothing between passes, and this one keeps pages of keys "
+            "and values",
+            fix="use memory=caching, or decoder=full without decoder.cache on a full-diffusion checkpoint",
+        )
+    moe, backend = outline.spec.moe, settings.attention
+    refused = {
+        "a gated adapter": outline.adapter is not None,
+        "experts in some layers only": bool(moe and (moe.dense_layers or moe.layer_step != 1)),
+        "a shared expert": moe is not None and moe.shared_ffn_width > 0,
+        f"accelerators=[{','.join(accelerators)}]": bool(accelerators),
+        f"tensor_parallel={settings.tensor_parallel}": settings.tensor_parallel > 1,
+        f"weights={settings.weights}": settings.weights == "fp8",
+        f"kv_cache={settings.kv_cache}": settings.kv_cache == "fp8",
+        "graphs=on": settings.graphs == "on",
+        "deterministic=true": settings.deterministic,
+        f"attention={backend}, which chooses paged attention": backend != "auto",
+    }
+    found = [what for what, is_refused in refused.items() if is_refused]
+    if found:
+        raise UserError(
+            "IDLM-0471",
+            f"{name} does not support {'; '.join(found)}",
+            fix="leave it out, or use memory=caching",
+        )
+    return replace(settings, graphs="off")
 
 
 class CanvasRunner(PassRunner):
@@ -58,54 +94,6 @@ class CanvasRunner(PassRunner):
         self._best_templates = trunk_forward(fused_head(self.shape)) if has_best else None
         self._plans: OrderedDict[tuple[int, bool], ArenaPlan] = OrderedDict()
 
-    @classmethod
-    def make(cls, parts: RunnerParts) -> CanvasRunner:
-        """The runner of an engine, in the workspace that its settings name."""
-        arena = open_arena(parts.settings.memory_arena, parts.model.device)
-        return cls(parts.model, arena, parts.pool, capacity=parts.plan.workspace_bytes)
-
-    @staticmethod
-    def resolve(
-        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
-    ) -> EngineSettings:
-        """Raise UserError IDLM-0471 for what has no place in the template. Passes are eager, because their
-        plan follows their rows."""
-        name = f"memory={settings.memory}"
-        if policy.store != "shared":
-            raise UserError(
-                "IDLM-0471",
-                f"{name} runs decoders that store nothing between passes, and this one keeps pages of keys "
-                "and values",
-                fix="use memory=caching, or decoder=full without decoder.cache on a full-diffusion "
-                "checkpoint",
-            )
-        moe, backend = outline.spec.moe, settings.attention
-        refused = {
-            "a gated adapter": outline.adapter is not None,
-            "experts in some layers only": bool(moe and (moe.dense_layers or moe.layer_step != 1)),
-            "a shared expert": moe is not None and moe.shared_ffn_width > 0,
-            f"accelerators=[{','.join(accelerators)}]": bool(accelerators),
-            f"tensor_parallel={settings.tensor_parallel}": settings.tensor_parallel > 1,
-            f"weights={settings.weights}": settings.weights == "fp8",
-            f"kv_cache={settings.kv_cache}": settings.kv_cache == "fp8",
-            "graphs=on": settings.graphs == "on",
-            "deterministic=true": settings.deterministic,
-            f"attention={backend}, which chooses paged attention": backend != "auto",
-        }
-        found = [what for what, is_refused in refused.items() if is_refused]
-        if found:
-            raise UserError(
-                "IDLM-0471",
-                f"{name} does not support {'; '.join(found)}",
-                fix="leave it out, or use memory=caching",
-            )
-        return replace(settings, graphs="off")
-
-    @property
-    def library_bytes(self) -> int:
-        """Bytes that libraries allocate beside the workspace, at any length."""
-        return library_bytes(self.shape)
-
     def plan_of(
         self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False
     ) -> ArenaPlan:
@@ -115,8 +103,9 @@ class CanvasRunner(PassRunner):
         plan = self._plans.get(key)
         if plan is None or plan.sizes.wanted < num_wanted or plan.sizes.group < group:
             known = Sizes(length=num_rows) if plan is None else plan.sizes
-            num_wanted, group = max(num_wanted, known.wanted), max(group, known.group)
-            self._plans[key] = plan = self._plan(num_rows, num_wanted, group, takes_best=takes_best)
+            wanted, group = max(num_wanted, known.wanted), max(group, known.group)
+            sizes = Sizes(length=num_rows, wanted=wanted, group=group)
+            self._plans[key] = plan = self._plan(sizes, takes_best=takes_best)
         self._plans.move_to_end(key)
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
@@ -124,17 +113,17 @@ class CanvasRunner(PassRunner):
 
     def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
         """Raise UserError IDLM-0466 for canvases of a request that do not fit even alone."""
-        num_rows, num_wanted = num_canvases * num_rows, num_canvases * num_wanted
-        self._plan(num_rows, min(num_rows, num_wanted), num_canvases, takes_best=False)
+        wanted = num_canvases * min(num_rows, num_wanted)
+        self._plan(Sizes(length=num_canvases * num_rows, wanted=wanted, group=num_canvases))
 
-    def _plan(self, num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> ArenaPlan:
-        limits = {"capacity": self.capacity, "min_rows": min(self.min_rows, num_rows)}
+    def _plan(self, sizes: Sizes, *, takes_best: bool = False) -> ArenaPlan:
+        limits = {"capacity": self.capacity, "min_rows": min(self.min_rows, sizes.length)}
         if takes_best and self._best_templates is not None:
-            plan = search(self._best_templates, length=num_rows, wanted=num_wanted, **limits)
+            plan = search(self._best_templates, replace(sizes, group=1), **limits)
             # Its constant workspace may not fit where a few rows of logits do.
             if isinstance(plan, ArenaPlan):
                 return plan
-        return plan_forward(self._templates, length=num_rows, wanted=num_wanted, group=group, **limits)
+        return plan_forward(self._templates, sizes, **limits)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> WantedRows:

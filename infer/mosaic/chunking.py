@@ -62,26 +62,18 @@ class Misfit:
 
 
 def trunk_forward(shape: TrunkShape) -> Forward:
-    """Return the templates of a trunk."""
     return Forward(trunk_template(shape), trunk_template(shape, chunks_queries=True))
 
 
 def plan_forward(
-    forward: Forward,
-    *,
-    length: int,
-    wanted: int,
-    capacity: int,
-    min_rows: int = MIN_CHUNK_ROWS,
-    group: int = 1,
+    forward: Forward, sizes: Sizes, *, capacity: int, min_rows: int = MIN_CHUNK_ROWS
 ) -> ArenaPlan:
-    """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits. A group
-    has one row of each of `group` canvases, and no chunk divides it.
-
-    Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked."""
-    found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows, group=group)
+    """Return the plan with the fewest chunks. UserError IDLM-0466 if it needs more than `capacity` bytes
+    however it is chunked."""
+    found = search(forward, sizes, capacity=capacity, min_rows=min_rows)
     if isinstance(found, ArenaPlan):
         return found
+    length, wanted, group = sizes.length, sizes.wanted, sizes.group
     share = wanted / length
     nearest = max_length(forward, capacity=capacity, wanted_share=share, min_rows=min_rows, group=group)
     times = "" if group == 1 else f" {group} times"
@@ -100,18 +92,11 @@ def plan_forward(
 
 
 def search(
-    forward: Forward,
-    *,
-    length: int,
-    wanted: int,
-    capacity: int,
-    min_rows: int = MIN_CHUNK_ROWS,
-    group: int = 1,
+    forward: Forward, sizes: Sizes, *, capacity: int, min_rows: int = MIN_CHUNK_ROWS
 ) -> ArenaPlan | Misfit:
-    """Return the plan with the fewest chunks, or what does not fit."""
+    """Return the plan with the fewest chunks of at least `min_rows` rows, or what does not fit."""
     # With guidance a pass may want more rows than it has: a sequence without it pairs a row with itself.
-    assert wanted >= 0 and length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
-    sizes = Sizes(length=length, wanted=wanted, group=group)
+    assert sizes.wanted >= 0 and sizes.length > 0 and min_rows > 0, f"{sizes=} {min_rows=}"
     maximum = _max_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:
         count = _fewest_chunks(forward, sizes, name, maximum[name], capacity)
@@ -129,29 +114,16 @@ def search(
 
 
 def max_length(
-    forward: Forward,
-    *,
-    capacity: int,
-    wanted_share: float,
-    min_rows: int = MIN_CHUNK_ROWS,
-    group: int = 1,
+    forward: Forward, *, capacity: int, wanted_share: float, min_rows: int = MIN_CHUNK_ROWS, group: int = 1
 ) -> int:
-    """Return L_max, by bisection: the greatest length at which `group` canvases fit `capacity` bytes; 0 if
-    none does.
-
-    `wanted_share` of the rows, rounded up, are wanted."""
+    """Return L_max, by bisection: the greatest length at which `group` canvases fit `capacity` bytes while
+    `wanted_share` of the rows, rounded up, are wanted; 0 if none does."""
 
     def is_too_long(length: int) -> bool:
         # A share that is a quotient of two counts must give the count back, whatever its rounding.
         wanted = min(length, math.ceil(length * wanted_share - 1e-9))
-        found = search(
-            forward,
-            length=group * length,
-            wanted=group * wanted,
-            capacity=capacity,
-            min_rows=min_rows,
-            group=group,
-        )
+        sizes = Sizes(length=group * length, wanted=group * wanted, group=group)
+        found = search(forward, sizes, capacity=capacity, min_rows=min_rows)
         return isinstance(found, Misfit)
 
     end = 1
@@ -161,7 +133,6 @@ def max_length(
 
 
 def _max_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:
-    """The largest value of each chunk count: that of the smallest chunks."""
     template = forward.query or forward.whole
     maximum = dict.fromkeys(forward.chunk_counts, 1)
     for op in template.ops:

@@ -32,9 +32,8 @@ class _MappedBytes:
 
 class CudaDriver:
     """The driver of one CUDA device, through cuda-bindings. Every size is a multiple of `granularity` bytes;
-    calls raise DriverError on failure.
-
-    Raises DriverError if cuda-bindings is missing or the device has no virtual memory management."""
+    addresses lie in a reserved range; a handle is physical memory, mapped whole. Calls raise DriverError on
+    failure, as does a device without virtual memory management."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -72,7 +71,6 @@ class CudaDriver:
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def unreserve(self, address: int, num_bytes: int) -> None:
-        """Give back a reserved range, in which nothing is mapped."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> int:
@@ -80,19 +78,15 @@ class CudaDriver:
         return int(self._call("cuMemCreate", num_bytes, self._properties, 0))
 
     def release(self, handle: int) -> None:
-        """Give back physical memory, which is not mapped any more."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Map all of a handle's memory at an address in a reserved range."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def set_access(self, address: int, num_bytes: int) -> None:
-        """Let the device read and write mapped addresses."""
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Undo `map` for whole mappings."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def before_mapping(self) -> None:

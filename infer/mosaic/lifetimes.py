@@ -19,7 +19,6 @@ K_LOGITS, K_FFN, K_EXPERTS, K_QUERY = "logits", "ffn", "experts", "query"
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Return `number / divisor`, rounded up."""
     return -(-number // divisor)
 
 
@@ -34,7 +33,6 @@ class Sizes:
     chunks: Mapping[str, int] = field(default_factory=dict)
 
     def num_rows(self, rows: str) -> int:
-        """Return the value of LENGTH or WANTED."""
         return self.length if rows == LENGTH else self.wanted
 
     def chunk_rows(self, rows: str, chunks: str | None) -> int:
@@ -63,11 +61,9 @@ class Size:
         assert min(self.row_bytes, self.repeat, self.constant) >= 0, self
 
     def num_rows(self, sizes: Sizes) -> int:
-        """Return the rows of the tensor."""
         return sizes.chunk_rows(self.rows, self.chunks) * self.repeat
 
     def num_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the tensor."""
         return self.row_bytes * self.repeat * sizes.chunk_rows(self.rows, self.chunks) + self.constant
 
     def __str__(self) -> str:
@@ -117,7 +113,6 @@ class Graph:
     inputs: set[str] = field(default_factory=set)
 
     def root(self, name: str) -> str:
-        """Return the tensor that `name` is an alias of, or `name`."""
         return self.aliases.get(name, name)
 
 
@@ -129,11 +124,6 @@ class Storage:
     sizes: tuple[Size, ...]
     first: int
     last: int
-
-    @property
-    def chunks(self) -> str | None:
-        """The chunk count that divides the storage."""
-        return next((size.chunks for size in self.sizes if size.chunks is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +155,6 @@ def find_lifetimes(graph: Graph, ranges: Iterable[tuple[int, int]]) -> Lifetimes
 
 
 def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]) -> Lifetimes:
-    """Return which storages are alive at each op and which conflict."""
     index_of = {storage.name: index for index, storage in enumerate(storages)}
     index_of |= {alias: index_of[root] for alias, root in aliases.items()}
     return Lifetimes(

@@ -50,7 +50,6 @@ class ArenaPlan:
 
 
 def storage_bytes(lifetimes: Lifetimes, sizes: Sizes) -> list[int]:
-    """Return the bytes of every storage, rounded up to the alignment."""
     return [
         -(-max([size.num_bytes(sizes) for size in storage.sizes]) // ALIGNMENT) * ALIGNMENT
         for storage in lifetimes.storages
@@ -58,7 +57,6 @@ def storage_bytes(lifetimes: Lifetimes, sizes: Sizes) -> list[int]:
 
 
 def live_bytes(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> list[int]:
-    """Return the bytes that are alive at each op."""
     return [sum([num_bytes[index] for index in alive]) for alive in lifetimes.alive]
 
 
@@ -160,7 +158,6 @@ def describe_plan(plan: ArenaPlan) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Align columns; those of bytes and offsets to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     right = {HEADER.index("bytes"), HEADER.index("offset")}
     return [

@@ -22,15 +22,13 @@ from idlm.infer.mosaic.lifetimes import LENGTH, Graph, Lifetimes, Loop, Op, Size
 class OpCall:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers`
-    distinguishes. `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A
-    tensor with a chunk count starts at its offset in each chunk; a tensor of all rows keeps row r at offset +
-    r * row bytes."""
+    `position` is the op's position in `template.ops`; `layer` is 0 outside the layers. `offsets` has the byte
+    offset of every tensor of the op; it is empty without a plan. A tensor with a chunk count starts at its
+    offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
 
     op: Op
     position: int
     layer: int
-    chunk: int
     start: int
     stop: int
     offsets: Mapping[str, int]
@@ -66,9 +64,15 @@ class PassTemplate(Graph):
             self.inputs.add(name)
 
     def add_tensor(self, name: str, size: Size) -> None:
-        """Register a tensor of the workspace."""
         self._check_new(name)
         self.tensors[name] = size
+
+    def add_rows(self, row_bytes: int, loop: Loop | None = None, *, repeat: int = 1, **tensors: int) -> None:
+        """Register tensors of `row_bytes` times their multiple; of chunk size, given a loop."""
+        rows, chunks = (LENGTH, None) if loop is None else (loop.rows, loop.chunks)
+        for name, multiple in tensors.items():
+            size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
+            self.add_tensor(name, size)
 
     def add_alias(self, name: str, target: str, size: Size | None = None) -> None:
         """Register `name` as a second view that starts where `target` starts; without `size`, as large.
@@ -121,20 +125,18 @@ class PassTemplate(Graph):
     def _run(
         self, group: _Group, layer: int, sizes: Sizes, by_op: Sequence[Mapping[str, int]]
     ) -> Iterator[OpCall]:
-        """Yield the calls of one group in one layer."""
         num_rows, chunk_rows = sizes.num_rows(LENGTH), 0
         if group.loop is not None:
             num_rows = sizes.num_rows(group.loop.rows)
             chunk_rows = sizes.chunk_rows(group.loop.rows, group.loop.chunks)
         starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
-        for chunk, start in enumerate(starts):
+        for start in starts:
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
             for position, op in group.ops:
                 if not op.is_barrier:
-                    yield OpCall(op, position, layer, chunk, start, stop, by_op[position])
+                    yield OpCall(op, position, layer, start, stop, by_op[position])
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Return the first and last op of every loop over chunks, and of the layers."""
         found, start = [], 0
         for group in self._groups:
             stop = start + len(group.ops)
@@ -159,7 +161,6 @@ class PassTemplate(Graph):
 
     @cached_property
     def _layer_groups(self) -> tuple[int, int]:
-        """The groups of the layers, as a range."""
         body = [position for position, group in enumerate(self._groups) if group.in_layers]
         return (body[0], body[-1] + 1) if body else (len(self._groups), len(self._groups))
 

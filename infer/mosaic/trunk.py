@@ -33,10 +33,9 @@ FUSED_HEAD = "masked_logits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrunkShape:
-    """Numbers of a trunk. `ffn` is the width of one expert when `num_experts` is set.
-
-    `fused_head`: the workspace of one op that computes tokens and confidences without storing logits; None:
-    logits are stored, in chunks."""
+    """Numbers of a trunk; `*_bytes` are those of a row of the residual stream, of q, and of k or v. `ffn` is
+    the width of one expert when `num_experts` is set. `fused_head`: the workspace of one op that computes
+    tokens and confidences without storing logits; None: logits are stored, in chunks."""
 
     width: int
     num_heads: int
@@ -52,35 +51,15 @@ class TrunkShape:
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a row of the residual stream."""
         return self.width * self.item_bytes
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of a row of q, and of the output of attention."""
         return self.num_heads * self.head_dim * self.item_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a row of k, and of v."""
         return self.num_kv_heads * self.head_dim * self.item_bytes
-
-
-class _TrunkTemplate:
-    """A template being registered for one shape."""
-
-    def __init__(self, shape: TrunkShape, name: str) -> None:
-        self.shape, self.template = shape, PassTemplate(name)
-        self.op = self.template.add_op
-        assert 0 < shape.num_kv_heads <= shape.num_heads, shape
-        assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
-
-    def rows(self, row_bytes: int, loop: Loop | None = None, *, repeat: int = 1, **tensors: int) -> None:
-        """Register tensors of `row_bytes` times their multiple; of chunk size, given a loop."""
-        for name, multiple in tensors.items():
-            rows, chunks = (LENGTH, None) if loop is None else (loop.rows, loop.chunks)
-            size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
-            self.template.add_tensor(name, size)
 
 
 def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTemplate:
@@ -88,109 +67,98 @@ def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTe
 
     Inputs: `token_ids`, `positions`, `wanted_rows`."""
     names = ["moe" if shape.num_experts else "dense", f"attention {'query' if chunks_queries else 'whole'}"]
-    trunk = _TrunkTemplate(shape, ", ".join(names + ["no logits"] * (shape.fused_head is not None)))
-    template = trunk.template
+    assert 0 < shape.num_kv_heads <= shape.num_heads, shape
+    assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
+    template = PassTemplate(", ".join(names + ["no logits"] * (shape.fused_head is not None)))
     template.add_input("token_ids", "positions", "wanted_rows")
-    trunk.rows(shape.x_bytes, x=1)
-    trunk.op("embed", ["token_ids"], ["x"])
+    template.add_rows(shape.x_bytes, x=1)
+    template.add_op("embed", ["token_ids"], ["x"])
     with template.layers(shape.num_layers):
-        if chunks_queries:
-            _add_query_chunks(trunk)
-        else:
-            _add_whole_attention(trunk)
-        if shape.num_experts:
-            _add_experts(trunk)
-        else:
-            _add_ffn(trunk)
-    _add_head(trunk)
+        (_add_query_chunks if chunks_queries else _add_whole_attention)(template, shape)
+        (_add_experts if shape.num_experts else _add_ffn)(template, shape)
+    _add_head(template, shape)
     assert template.lifetimes
     return template
 
 
-def _add_whole_attention(trunk: _TrunkTemplate) -> None:
-    """Attention over all rows."""
-    shape = trunk.shape
-    trunk.rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
-    trunk.rows(shape.q_bytes, ATTENTION, q=1, heads=1)
-    trunk.rows(shape.kv_bytes, ATTENTION, k=1, v=1)
-    trunk.op("attention_norm", ["x"], ["attention_in"], ATTENTION)
-    trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
-    trunk.op("k_proj", ["attention_in", "positions"], ["k"], ATTENTION)
-    trunk.op("v_proj", ["attention_in"], ["v"], ATTENTION)
-    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
-    _add_attention_output(trunk)
+def _add_whole_attention(template: PassTemplate, shape: TrunkShape) -> None:
+    template.add_rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
+    template.add_rows(shape.q_bytes, ATTENTION, q=1, heads=1)
+    template.add_rows(shape.kv_bytes, ATTENTION, k=1, v=1)
+    template.add_op("attention_norm", ["x"], ["attention_in"], ATTENTION)
+    template.add_op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
+    template.add_op("k_proj", ["attention_in", "positions"], ["k"], ATTENTION)
+    template.add_op("v_proj", ["attention_in"], ["v"], ATTENTION)
+    template.add_op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
+    _add_attention_output(template)
 
 
-def _add_query_chunks(trunk: _TrunkTemplate) -> None:
+def _add_query_chunks(template: PassTemplate, shape: TrunkShape) -> None:
     """K and V of all rows in chunks of the norm, then attention of each chunk of query rows."""
-    shape = trunk.shape
-    trunk.rows(shape.kv_bytes, k=1, v=1)
-    trunk.rows(shape.x_bytes, KEYS_VALUES, keys_values_in=1)
-    trunk.rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
-    trunk.rows(shape.q_bytes, ATTENTION, q=1, heads=1)
-    trunk.op("attention_norm", ["x"], ["keys_values_in"], KEYS_VALUES)
-    trunk.op("k_proj", ["keys_values_in", "positions"], ["k"], KEYS_VALUES)
-    trunk.op("v_proj", ["keys_values_in"], ["v"], KEYS_VALUES)
-    trunk.op("attention_norm", ["x"], ["attention_in"], ATTENTION)
-    trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
-    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
-    _add_attention_output(trunk)
+    template.add_rows(shape.kv_bytes, k=1, v=1)
+    template.add_rows(shape.x_bytes, KEYS_VALUES, keys_values_in=1)
+    template.add_rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
+    template.add_rows(shape.q_bytes, ATTENTION, q=1, heads=1)
+    template.add_op("attention_norm", ["x"], ["keys_values_in"], KEYS_VALUES)
+    template.add_op("k_proj", ["keys_values_in", "positions"], ["k"], KEYS_VALUES)
+    template.add_op("v_proj", ["keys_values_in"], ["v"], KEYS_VALUES)
+    template.add_op("attention_norm", ["x"], ["attention_in"], ATTENTION)
+    template.add_op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
+    template.add_op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
+    _add_attention_output(template)
 
 
-def _add_attention_output(trunk: _TrunkTemplate) -> None:
-    trunk.op("o_proj", ["heads"], ["attention_out"], ATTENTION)
-    trunk.op("add", ["attention_out", "x"], ["x"], ATTENTION)
+def _add_attention_output(template: PassTemplate) -> None:
+    template.add_op("o_proj", ["heads"], ["attention_out"], ATTENTION)
+    template.add_op("add", ["attention_out", "x"], ["x"], ATTENTION)
 
 
-def _add_ffn(trunk: _TrunkTemplate) -> None:
+def _add_ffn(template: PassTemplate, shape: TrunkShape) -> None:
     """A gated FFN; the activation overwrites the gate half of each row, which `hidden` names."""
-    shape, template = trunk.shape, trunk.template
-    trunk.rows(shape.x_bytes, FFN, ffn_in=1, ffn_out=1)
-    trunk.rows(shape.ffn * shape.item_bytes, FFN, gate_up=2)
+    template.add_rows(shape.x_bytes, FFN, ffn_in=1, ffn_out=1)
+    template.add_rows(shape.ffn * shape.item_bytes, FFN, gate_up=2)
     template.add_alias("hidden", "gate_up")
-    trunk.op("ffn_norm", ["x"], ["ffn_in"], FFN)
-    trunk.op("gate_up", ["ffn_in"], ["gate_up"], FFN)
-    trunk.op("activate", ["gate_up"], ["hidden"], FFN)
-    trunk.op("down", ["hidden"], ["ffn_out"], FFN)
-    trunk.op("add", ["ffn_out", "x"], ["x"], FFN)
+    template.add_op("ffn_norm", ["x"], ["ffn_in"], FFN)
+    template.add_op("gate_up", ["ffn_in"], ["gate_up"], FFN)
+    template.add_op("activate", ["gate_up"], ["hidden"], FFN)
+    template.add_op("down", ["hidden"], ["ffn_out"], FFN)
+    template.add_op("add", ["ffn_out", "x"], ["x"], FFN)
 
 
-def _add_experts(trunk: _TrunkTemplate) -> None:
+def _add_experts(template: PassTemplate, shape: TrunkShape) -> None:
     """Routed experts, as in kernels/experts: pairs of a row and an expert are sorted by expert, and the
     grouped products read and write rows at the positions of their pairs, so no row is copied."""
-    shape, template, k = trunk.shape, trunk.template, trunk.shape.top_k
-    trunk.rows(shape.x_bytes, EXPERTS, ffn_in=1)
-    trunk.rows(ROUTER_BYTES, EXPERTS, router_logits=shape.num_experts, expert_weights=k)
-    trunk.rows(CHOICE_BYTES, EXPERTS, expert_ids=k)
-    trunk.rows(SORT_BYTES, EXPERTS, repeat=k, expert_order=1)
+    k = shape.top_k
+    template.add_rows(shape.x_bytes, EXPERTS, ffn_in=1)
+    template.add_rows(ROUTER_BYTES, EXPERTS, router_logits=shape.num_experts, expert_weights=k)
+    template.add_rows(CHOICE_BYTES, EXPERTS, expert_ids=k)
+    template.add_rows(SORT_BYTES, EXPERTS, repeat=k, expert_order=1)
     row_bytes, constant = 1, TILE_BYTES * shape.num_experts
     tiles = Size(row_bytes=row_bytes, rows=LENGTH, chunks=EXPERTS.chunks, repeat=k, constant=constant)
     template.add_tensor("expert_tiles", tiles)
-    trunk.rows(shape.ffn * shape.item_bytes, EXPERTS, repeat=k, hidden=1)
-    trunk.rows(shape.x_bytes, EXPERTS, repeat=k, expert_out=1)
-    trunk.op("ffn_norm", ["x"], ["ffn_in"], EXPERTS)
-    trunk.op("router", ["ffn_in"], ["router_logits"], EXPERTS)
-    trunk.op("choose_experts", ["router_logits"], ["expert_weights", "expert_ids"], EXPERTS)
-    trunk.op("sort_pairs", ["expert_ids"], ["expert_order", "expert_tiles"], EXPERTS)
+    template.add_rows(shape.ffn * shape.item_bytes, EXPERTS, repeat=k, hidden=1)
+    template.add_rows(shape.x_bytes, EXPERTS, repeat=k, expert_out=1)
+    template.add_op("ffn_norm", ["x"], ["ffn_in"], EXPERTS)
+    template.add_op("router", ["ffn_in"], ["router_logits"], EXPERTS)
+    template.add_op("choose_experts", ["router_logits"], ["expert_weights", "expert_ids"], EXPERTS)
+    template.add_op("sort_pairs", ["expert_ids"], ["expert_order", "expert_tiles"], EXPERTS)
     sorted_pairs = ["expert_ids", "expert_order", "expert_tiles"]
-    trunk.op("expert_hidden", ["ffn_in", *sorted_pairs], ["hidden"], EXPERTS)
-    trunk.op("expert_outputs", ["hidden", *sorted_pairs], ["expert_out"], EXPERTS)
-    trunk.op("add_experts", ["expert_out", "expert_ids", "expert_weights", "x"], ["x"], EXPERTS)
+    template.add_op("expert_hidden", ["ffn_in", *sorted_pairs], ["hidden"], EXPERTS)
+    template.add_op("expert_outputs", ["hidden", *sorted_pairs], ["expert_out"], EXPERTS)
+    template.add_op("add_experts", ["expert_out", "expert_ids", "expert_weights", "x"], ["x"], EXPERTS)
 
 
-def _add_head(trunk: _TrunkTemplate) -> None:
-    """Tokens and confidences of the wanted rows, from logits in chunks or from one fused op."""
-    shape, template = trunk.shape, trunk.template
+def _add_head(template: PassTemplate, shape: TrunkShape) -> None:
     template.add_tensor("tokens", Size(row_bytes=TOKEN_BYTES, rows=WANTED))
     template.add_tensor("confidences", Size(row_bytes=CONFIDENCE_BYTES, rows=WANTED))
     if shape.fused_head is not None:
         template.add_tensor("ranges", shape.fused_head)
-        trunk.op("final_norm", ["x"], ["x"])
-        trunk.op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences", "ranges"])
+        template.add_op("final_norm", ["x"], ["x"])
+        template.add_op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences", "ranges"])
     else:
-        trunk.rows(shape.x_bytes, HEAD, head_in=1)
-        trunk.rows(shape.vocab * shape.item_bytes, HEAD, logits=1)
-        trunk.op("head_norm", ["x", "wanted_rows"], ["head_in"], HEAD)
-        trunk.op("logits", ["head_in"], ["logits"], HEAD)
-        trunk.op("choose_tokens", ["logits"], ["tokens", "confidences"], HEAD)
+        template.add_rows(shape.x_bytes, HEAD, head_in=1)
+        template.add_rows(shape.vocab * shape.item_bytes, HEAD, logits=1)
+        template.add_op("head_norm", ["x", "wanted_rows"], ["head_in"], HEAD)
+        template.add_op("logits", ["head_in"], ["logits"], HEAD)
+        template.add_op("choose_tokens", ["logits"], ["tokens", "confidences"], HEAD)
     template.add_barrier("tokens", "confidences")

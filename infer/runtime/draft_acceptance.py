@@ -37,7 +37,6 @@ class _Drafts:
         self.tested, self.accepted = tested, accepted
 
     def add(self, accepted: int, tested: int) -> None:
-        """Count further drafts."""
         if self.tested >= MAX_REMEMBERED_DRAFTS:
             self.tested /= 2
             self.accepted /= 2
@@ -65,8 +64,8 @@ class DraftAcceptance:
         self._num_tests, self._surprise, self._variance = 0, 0.0, 0.0
 
     def observe(self, num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
-        """Record drafts of one sequence: tested in order, the first `num_accepted` accepted. Those that are
-        not from masks pass less often, and say nothing of what other modes would accept."""
+        """Record drafts of one sequence, the first `num_accepted` of which were accepted. Those that are not
+        from masks pass less often, and say nothing of what other modes would accept."""
         self._all.add(num_accepted, num_tested)
         if not from_masks or not num_tested:
             return
@@ -107,8 +106,8 @@ class DraftAcceptance:
         return self._average
 
     def classes(self, requests: Sequence[tuple[float, float]]) -> dict[tuple[float, ...], int]:
-        """How many of the requests have which chances by position. They hardly vary from pass to pass: what
-        was computed of them serves again. `requests`: accepted and tested drafts of each."""
+        """How many of the requests, by accepted and tested drafts of each, have which chances by position.
+        They hardly vary from pass to pass: what was computed of them serves again."""
         mean = self._all.acceptance(self._prior[0])
         own_prior, mean_odds = REQUEST_WEIGHT * mean, _log_odds(mean)
         bounds = [
@@ -131,7 +130,6 @@ class DraftAcceptance:
 
 
 def _rounded(chances: Sequence[float], shift: float = 0.0) -> tuple[float, ...]:
-    """Chances shifted by so much log-odds, in multiples of 1 / 256."""
     return tuple(round(256 * _shifted(chance, shift)) / 256 for chance in chances)
 
 

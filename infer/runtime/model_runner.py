@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, MemoryPlan, Transient
-from idlm.infer.models.loader import LoadedModel, Outline
+from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
+from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
-from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.sparse.view import AttentionLists
 from idlm.infer.state.batch import (
@@ -35,7 +33,7 @@ from idlm.infer.state.batch import (
     WantedRows,
     to_device,
 )
-from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
+from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.paged_attention import AttentionRows, BackendPlan, HeadShape, plan_attention
@@ -49,12 +47,11 @@ NUM_COUNTS = 8
 class StepResult:
     """The result of a pass that the host reads, still on the device.
 
-    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for rows (1: nothing was decided),
-    the numbers of rows that it needed, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the
-    runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
-    ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the
-    emitted tokens. `prompt_logprobs`: those of tokens of prompts, in the order of `PromptRows`; None if no
-    request wants them. `is_queued`: its kernels were launched one by one where other passes are one graph."""
+    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for rows, the numbers of wanted,
+    fed and kept rows that it needed (0: not counted), the numbers of emitted tokens, accepted drafts and
+    tested drafts, then the token ids. `widths`: rows that the pass computed, padding included. `logprobs` of
+    emitted tokens, and `prompt_logprobs` in the order of `PromptRows`; None if no request wants them.
+    `is_queued`: its kernels were launched one by one where other passes are one graph."""
 
     counts_BJ: Tensor
     widths: PassRows
@@ -72,21 +69,17 @@ class Step:
     runner: PassRunner
 
     def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
-        """Feed `batch`, commit the outcome into the table, and report it."""
-        self.choose_drafts(batch)
+        if batch.grammars is not None:
+            self.choose_drafts(batch)
         return self.decide(batch, *self.feed(batch), prompt_rows)
 
     def choose_drafts(self, batch: Batch) -> None:
-        """Choose the drafts of sequences with grammars, for which the host waits for what earlier passes
-        emitted."""
-        if batch.grammars is None:
-            return
+        """Choose the drafts of sequences with grammars; the host waits for what earlier passes emitted."""
         chosen = batch.grammars.choose_drafts(self.decoder.modes[batch.mode].stride - 1)
         if chosen:
             self.decoder.replace_drafts(to_device(chosen, self.table.device))
 
     def feed(self, batch: Batch) -> tuple[StepPlan, WantedRows]:
-        """The rows of `batch`, and what the model makes of them."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
         return plan if wanted.dropped is None else wanted.dropped.apply(plan), wanted
@@ -94,7 +87,6 @@ class Step:
     def decide(
         self, batch: Batch, plan: StepPlan, wanted: WantedRows, prompt_rows: PromptRows | None = None
     ) -> StepResult:
-        """Commit the outcome of what was fed into the table, and report it."""
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
         none_B = torch.zeros_like(outcome.num_emitted_B)
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
@@ -109,10 +101,7 @@ class Step:
         if prompt_rows is not None:
             prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)
         return StepResult(
-            counts_BJ=counts_BJ,
-            widths=_widths(plan, wanted),
-            logprobs=scored,
-            prompt_logprobs=prompt_scored,
+            counts_BJ=counts_BJ, widths=_widths(plan, wanted), logprobs=scored, prompt_logprobs=prompt_scored
         )
 
 
@@ -148,25 +137,10 @@ class EagerStep:
     step: Step
 
     def __call__(self, schedule: Schedule) -> StepResult:
-        """Launch the pass."""
         decoder = self.step.decoder
         is_canvas = decoder.kv_policy.kind == "none"
         batch = schedule.batch(self.step.table.device, decoder.num_rows, is_canvas=is_canvas)
         return self.step(with_grammars(batch, schedule), schedule.prompt_rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerParts:
-    """What a runner may use; `open_cache` allocates the pages, for a runner that has them."""
-
-    settings: EngineSettings
-    model: LoadedModel
-    pool: PagePool
-    open_cache: Callable[[], KVCache]
-    attention: str
-    stack: AcceleratorStack | None
-    memory: MemoryManager
-    plan: MemoryPlan
 
 
 class PassRunner(ABC):
@@ -174,24 +148,12 @@ class PassRunner(ABC):
 
     pool: PagePool
 
-    @classmethod
-    @abstractmethod
-    def make(cls, parts: RunnerParts) -> PassRunner:
-        """The runner of an engine."""
-
-    @staticmethod
-    def resolve(
-        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
-    ) -> EngineSettings:
-        """The settings as this runner needs them; UserError for what it cannot run. Before weights load."""
-        return settings
-
     @abstractmethod
     def forward(self, plan: StepPlan) -> WantedRows:
         """Run the model over the rows of `plan` and return its wanted rows."""
 
     def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
-        """Raise UserError for a request whose passes could never run: canvases of so many rows."""
+        """Raise UserError for canvases of so many rows, whose passes could never run."""
         return
 
 
@@ -199,19 +161,22 @@ class Runner(PassRunner):
     """Model and cache of one device, and the accelerators between them. The memory manager plans the
     transients."""
 
-    def __init__(self, parts: RunnerParts) -> None:
-        model = parts.model
-        self._trunk, self._cache, self.pool = model.trunk, parts.open_cache(), parts.pool
-        self._attention, self._stack = parts.attention, parts.stack
-        self._heads = head_shape(model, self._cache.keys.dtype)
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: PagePool,
+        cache: KVCache,
+        *,
+        attention: str,
+        stack: AcceleratorStack | None,
+        memory: MemoryManager,
+    ) -> None:
+        self._trunk, self._cache, self.pool = model.trunk, cache, pool
+        self._attention, self._stack = attention, stack
+        self._heads = head_shape(model, cache.keys.dtype)
         self._scale = model.spec.head_dim**-0.5
         logits_bytes = model.spec.vocab_size * model.dtype.itemsize
-        self._num_chunks = functools.cache(partial(_num_chunks, parts.memory, model.device, logits_bytes))
-
-    @classmethod
-    def make(cls, parts: RunnerParts) -> Runner:
-        """The runner of an engine."""
-        return cls(parts)
+        self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> WantedRows:
@@ -286,7 +251,6 @@ class Runner(PassRunner):
 def _num_chunks(
     memory: MemoryManager, device: torch.device, logits_bytes: int, num_rows: int, row_bytes: int
 ) -> int:
-    """Slices of `num_rows` wanted rows, each of which takes `row_bytes` beside its logits."""
     logits = Transient(row_bytes=logits_bytes + row_bytes, num_rows=num_rows)
     plan = memory.plan(MemoryDemand(device=device, transients={LOGITS: logits}))
     return min(num_rows, plan.num_chunks.get(LOGITS, 1))
@@ -313,17 +277,13 @@ class PagedKV:
     scale: float
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, H]."""
         return self.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Scales [K] of keys and values."""
         return self.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> None:
-        """Nothing is dropped."""
-        return
+        """All rows are kept."""
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        """Attention output [R, N, H]."""
         return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)

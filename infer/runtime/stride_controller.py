@@ -182,7 +182,6 @@ class _Timing:
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_TIMES))
 
     def minimum(self) -> float:
-        """The shortest of the kept times."""
         return min(self.ratios)
 
 
@@ -274,7 +273,6 @@ class StrideController:
         return self.captured.launches_fast(number, load.num_sequences, num_all, load.num_prompt_rows)
 
     def observe_out_of_memory(self) -> None:
-        """Record that the step chosen last ran out of memory."""
         self._last_oom = self._num_steps
         self._max_rows = min(self._max_rows, self._last_rows - 1)
 
@@ -311,7 +309,6 @@ class StrideController:
             timing.correction = timing.minimum() / self._drift(size)
 
     def observe_drafts(self, num_accepted: int, num_tested: int, *, from_masks: bool = True) -> None:
-        """Record drafts of one sequence; see `DraftAcceptance.observe`."""
         self._acceptance.observe(num_accepted, num_tested, from_masks=from_masks)
 
     def acceptance(self, position: int) -> float:

@@ -104,7 +104,6 @@ class InflightStep:
         self.widths, self.is_queued = result.widths, result.is_queued
         self._counts = to_host(result.counts_BJ)
         self._logprobs = [to_host(tensor) for tensor in result.logprobs or ()]
-        self._prompt_rows = schedule.prompt_rows
         self._prompt_logprobs = [to_host(tensor) for tensor in result.prompt_logprobs or ()]
         self._event = _mark(worker.device)
         self._check = worker.check
@@ -121,8 +120,7 @@ class InflightStep:
         return self._start.elapsed_time(self._event) / 1e3
 
     def counts(self) -> list[list[int]]:
-        """The rows of `StepResult.counts_BJ`, in the order of `requests`; waits for the step, and polls
-        whether its ranks are alive."""
+        """The rows of `StepResult.counts_BJ`; waits for the step, and polls whether its ranks are alive."""
         num_polls = 0
         while self._event is not None and not self._event.query():
             time.sleep(POLL_SECONDS)
@@ -146,11 +144,9 @@ class InflightStep:
             )
         ]
 
-    def logprobs(self) -> list[list[TokenLogprob]] | None:
-        """Of all tokens that may have been emitted, by request, [] for one that does not want them; None if
-        none does. After `counts`."""
-        if not self._logprobs:
-            return None
+    def logprobs(self) -> list[list[TokenLogprob]]:
+        """Of all tokens that may have been emitted, by request, [] for one that does not want them; in a pass
+        of which one does. After `counts`."""
         values, found = [tensor.tolist() for tensor in self._logprobs], list[list[TokenLogprob]]()
         for b, request in enumerate(self.requests):
             num_top, token_ids = request.params.logprobs, self._rows[b][NUM_COUNTS:]
@@ -158,11 +154,9 @@ class InflightStep:
         return found
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
-        """Requests, and log-probabilities of tokens of their prompts, from which position on. After
-        `counts`."""
-        rows, found = self._prompt_rows, []
-        if rows is None:
-            return []
+        """Requests, and log-probabilities of tokens of their prompts, from which position on."""
+        rows, found = self.schedule.prompt_rows, []
+        assert rows is not None, "no request of the pass wants them"
         values, end = [tensor.tolist() for tensor in self._prompt_logprobs], 0
         for request, position, count in zip(self.requests, rows.starts, rows.counts, strict=True):
             own, end = [each[end : end + count] for each in values], end + count
@@ -173,7 +167,6 @@ class InflightStep:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """A recorded event on the current stream of a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -59,16 +59,14 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
     """Rows that later layers compute, of those still computed: `keep_R` (bool). `limits_R` int64: these rows
-    then see their own block below these slots only (what lies behind has no keys and values yet); None: all
-    of it. Rows of prompts and of clean blocks are kept as they are, and so are blocks of sequences that need
-    all their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
-    what earlier passes stored of them stays.
+    then see their own block below these slots only (what lies after has no keys and values yet); None: all of
+    it. Rows of prompts, of clean blocks and of sequences that need all their rows are kept as they are.
+    `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and what earlier
+    passes stored of them stays.
 
-    The host has chosen before the pass how many rows there is room for (`PassRows`). Sequences that waited
-    longest take it first, then those that need the fewest rows. A sequence whose rows find none waits: it
-    drops out of the denoising part of this pass, decides nothing, and its random stream and its answer stay
-    those it would have had. Its pass must leave no trace in an accelerator's state: `finish` skips
-    `PassView.waits_B`."""
+    The host has chosen before the pass how many rows there is room for (`PassRows`). A sequence whose rows
+    exceed it waits: it decides nothing in this pass, and its random stream and answer stay those it would
+    have had. Its pass must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`."""
 
     keep_R: Tensor
     limits_R: Tensor | None = None
@@ -239,7 +237,6 @@ class BlockMemory:
         self.starts_Z[lanes_B] = torch.where(is_claimed_B, view.active.starts_B, self.starts_Z[lanes_B])
 
     def reset(self, lanes: list[int]) -> None:
-        """Mark these lanes as having no state."""
         fill_lanes(lanes, -1, self.starts_Z)
 
 

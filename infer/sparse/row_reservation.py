@@ -53,8 +53,7 @@ position."""
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
     """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of
-    which `num_waits` exceeded the capacity; rows that sequences needed, and those computed, padding
-    included."""
+    which `num_waits` exceeded the capacity; rows that sequences needed, and those computed, with padding."""
 
     num_passes: int = 0
     num_pairs: int = 0
@@ -71,8 +70,7 @@ class LateCounts:
         self._needed: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
-        """Note a finished pass in which some sequences decoded: the rows that they needed, those that
-        waited included. 0: the decoder does not say."""
+        """Note the rows that sequences of a finished pass needed. 0: the decoder does not say."""
         if num_rows:
             self._needed.append(num_rows / num_sequences)
 
@@ -171,7 +169,7 @@ def row_capacity(
     wanted: PassRows | None, *, num_scheduled: int, num_rows: int, num_sequences: int, block_size: int
 ) -> PassRows | None:
     """The capacity of a pass of static shape, of `num_rows` rows if none is dropped; None: all rows. It holds
-    what is scheduled, and behind it a clean block and the next one, so that some sequence always decodes."""
+    what is scheduled, then a clean block and the next one, so that some sequence always decodes."""
     if wanted is None:
         return None
     minimum = num_scheduled + 2 * block_size

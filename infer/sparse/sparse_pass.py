@@ -59,11 +59,9 @@ class SparseKV:
         self._num_fed = len(self.plan.slots_R)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, H]."""
         return self.view.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Scales of keys and values [K]."""
         return self.view.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
@@ -76,7 +74,6 @@ class SparseKV:
         return self._drop(self._rows.select_rows(number, q_RNH), None if capacity is None else capacity.kept)
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        """Attention output [R, N, H]."""
         lists_BKC = sums = None
         if self._kv is not None:
             lists_BKC = self._kv.select_kv(number, q_RNH)

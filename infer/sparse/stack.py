@@ -45,7 +45,6 @@ class AcceleratorStack:
 
     @property
     def decodes_again(self) -> bool:
-        """See `Accelerator`."""
         return any(each.decodes_again for each in self.members)
 
     @property
@@ -64,13 +63,11 @@ class AcceleratorStack:
         return sum(each.pass_bytes() for each in self.members)
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Allocate the state of pages."""
         for each in self.members:
             each.allocate_pages(num_pages)
 
     @torch.inference_mode()
     def reset(self, lanes: list[int]) -> None:
-        """Clear the state of these lanes."""
         for each in self.members:
             each.reset(lanes)
 
@@ -115,9 +112,7 @@ class AcceleratorStack:
 
 
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
-    """Return each accelerator's Config.
-
-    Raises UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
+    """Each accelerator's Config. UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
     problems: list[str] = []
     configs = {}
     for name, options in given.items():
@@ -137,9 +132,8 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
 
 
 def stack_of(configs: Mapping[str, Any], spec: EngineSpec) -> AcceleratorStack:
-    """The accelerators of an engine, from the Config of each by name.
-
-    Raises UserError IDLM-0460 with every reason why they do not fit the engine or one another."""
+    """The accelerators of an engine, from the Config of each by name. Raises UserError IDLM-0460 with every
+    reason why they do not fit the engine or one another."""
     made = [ACCELERATORS.get(name)(config, spec) for name, config in configs.items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}

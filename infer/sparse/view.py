@@ -17,7 +17,6 @@ from torch import Tensor
 
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.backend import read_slots
 
 NOT_LISTED = -1
 
@@ -67,35 +66,6 @@ class PassView:
     def sequences_B(self) -> Tensor:
         """All sequences, by number."""
         return torch.arange(len(self.is_working_B), device=self.is_working_B.device)
-
-    def physical(self, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
-        """Physical slots [b, X] of slots that the sequences own; for other slots, any that exist."""
-        last = self.block_table_BP.shape[1] * self.page_size - 1
-        slots_bX = slots_bX.clamp(0, last)
-        pages_bX = self.block_table_BP[sequences_b[:, None], slots_bX // self.page_size]
-        return pages_bX * self.page_size + slots_bX % self.page_size
-
-    def keys(self, layer: int, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
-        """Keys [b, X, K, H] as attention reads them, fp32 (fp64 from an fp64 cache)."""
-        (keys, _), (scale_K, _) = self.cache.layer(layer), self.cache.layer_scales(layer)
-        return read(keys, self.physical(slots_bX, sequences_b), scale_K)
-
-    def queries(self, q_RNH: Tensor, sequences_b: Tensor) -> Tensor:
-        """Queries [b, W, N, H] of the active blocks, fp32 (fp64 from fp64); 0 at positions without a row."""
-        rows_bW = self.rows_BW[sequences_b]
-        q_bWNH = q_RNH[rows_bW.clamp(min=0)].to(wide(q_RNH.dtype))
-        return torch.where((rows_bW >= 0)[:, :, None, None], q_bWNH, 0)
-
-
-def read(cache_SKH: Tensor, physical_X: Tensor, scale_K: Tensor | None) -> Tensor:
-    """Slots [*X, K, H] of a cache, fp32 (fp64 from fp64), scaled if the cache has eight bits."""
-    read_XKH = read_slots(cache_SKH, physical_X).to(wide(cache_SKH.dtype))
-    return read_XKH if scale_K is None else read_XKH * scale_K[:, None]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of computations: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ascending(slots_BKC: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ class DroppedRows:
     num_fed: int
 
     def apply(self, plan: StepPlan) -> StepPlan:
-        """The plan as the decoder is to advance by it: sequences that wait do not sample, and have stored
-        only the tokens that the host scheduled."""
+        """The plan to advance by: sequences that wait do not sample, and store only what the host
+        scheduled."""
         active, num_feed_B, waits_B = plan.active, plan.num_feed_B, self.demand.waits_B
         assert active is not None
         if active.num_scheduled_B is not None:
@@ -74,10 +74,9 @@ class WantedRows:
     at once.
 
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
-    the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
-    there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder takes b bytes
-    each beside the logits; None: one slice. No slice divides a `group` of rows
-    (`FedCanvases.logit_group`)."""
+    the model's dtype; `weight_VD` and `workspace`: as of `masked_logits`. `num_chunks(X, b)`: slices that the
+    memory plan allows X rows, of which the decoder takes b bytes each beside the logits; None: one. No slice
+    divides a `group` of rows."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class WantedRows:
         return self._logits_XV
 
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
-        """The likeliest token of every row of `is_wanted_X` (bool), ties to the lower id; None where only
-        logits tell. `forbidden_S` (int64): ids that have no probability. `entropy`: also return it. For other
-        rows everything is 0, and nothing is computed for many of them in a row."""
+        """The likeliest token of every row of `is_wanted_X` (bool), ties to the lower id, without the ids
+        `forbidden_S` (int64); None where only logits tell. `entropy`: also return it. For other rows
+        everything is 0."""
         if self._weight_VD is None:
             return None
         return masked_logits(
@@ -121,11 +120,9 @@ class WantedRows:
         )
 
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
-        """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...].
-
-        The memory plan decides the number of slices; `row_bytes`: what `propose` itself allocates for a row.
-        The logits of a slice are freed before those of the next are computed: `propose` must not keep
-        them."""
+        """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...]. It
+        must not keep the logits, which are freed before those of the next slice are computed. `row_bytes`:
+        what it allocates for a row, by which the memory plan decides the number of slices."""
         num_groups = len(self) // self.group
         num_chunks = 1 if self._num_chunks is None else self._num_chunks(len(self), row_bytes)
         num_chunks = min(num_chunks, num_groups)
@@ -146,8 +143,7 @@ class WantedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
     """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop
-    rows, and of these the head computes `head`. Rows of prompts and of clean blocks are among the first
-    two."""
+    rows, and of these the head computes `head`. The first two include rows of prompts and of clean blocks."""
 
     fed: int
     kept: int
@@ -192,9 +188,9 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """What does not change while passes have the same requests: their lanes, the length of the longest one,
-    prompt and answer together, and `filters` and `num_top` as in `Batch`. `is_plain`: none has a grammar or
-    wants log-probabilities of its prompt."""
+    """What does not change while passes have the same requests. `max_length`: of the longest one, prompt and
+    answer together; `filters` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or wants
+    log-probabilities of its prompt."""
 
     lanes: list[int]
     max_length: int
@@ -204,7 +200,6 @@ class Members:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Members:
-        """Those of a pass."""
         wanted = [request.params.logprobs for request in requests]
         return cls(
             lanes=[lane_of(request) for request in requests],
@@ -223,11 +218,9 @@ class Schedule:
     are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode
     (`num_decoding_rows` of token-causal sequences). A later pass computes the last `num_lookahead_tokens` of
     them. `scheduled_new_requests` get a lane, `preempted` ones lose their KV, and `resumed` ones get (part
-    of) it back. `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need
-    (`RowReservation`; None: unknown): `capacity`, if it may drop rows, else `num_wanted` of the head.
-    `derive` sets the rest: `prompt_rows`, None if no request of the pass wants log-probabilities of its
-    prompt, and `grammars` of requests that decode, by index. `members`: those of `requests`, as soon as they
-    are complete."""
+    of) it back. `mode`: number of the decoder's mode. `limits`: rows that the pass is likely to need
+    (`RowReservation`). `derive` sets `prompt_rows`, None if no request of the pass wants log-probabilities of
+    its prompt, and `grammars` of requests that decode, by index."""
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -246,7 +239,6 @@ class Schedule:
     _members: Members | None = None
 
     def add(self, request: Request, num_feed: int, num_rows: int, num_known: int, *, samples: bool) -> None:
-        """Append a request."""
         self.complete()
         self.requests.append(request)
         self.num_known.append(num_known)
@@ -274,13 +266,11 @@ class Schedule:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the whole pass cannot be a graph: it keeps hidden states of prompts or waits for
-        grammars."""
+        """Whether the pass cannot be one graph: it keeps hidden states of prompts or waits for grammars."""
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property
     def canvases(self) -> CanvasLimits:
-        """The limits of a pass over whole canvases."""
         return CanvasLimits(
             max_length=self.members.max_length,
             is_greedy=all(request.params.temperature == 0 for request in self.requests),
@@ -288,8 +278,7 @@ class Schedule:
         )
 
     def batch(self, device: torch.device, num_rows: Callable[[int, int], int], *, is_canvas: bool) -> Batch:
-        """The decoders' view of exactly these requests. `num_rows`: that of the decoder. `is_canvas`: it
-        feeds whole canvases."""
+        """The decoders' view of exactly these requests. `num_rows`: `Decoder.num_rows`."""
         members = self.members
         return Batch(
             lanes_B=to_device(members.lanes, device),
@@ -306,7 +295,7 @@ class Schedule:
         )
 
     def derive(self) -> None:
-        """Set `prompt_rows` and `grammars`, once, before the pass is launched."""
+        """Set `prompt_rows` and `grammars`, before the pass is launched."""
         counts, num_top = dict[int, int](), 0
         for request in self.scheduled_new_requests:
             if request.grammar is not None:
@@ -383,12 +372,11 @@ class ActiveBlocks:
 
     A pass may feed none, some or all of the block's rows. `is_maskable_BW` (bool): masks that this pass may
     decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
-    of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
-    sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
-    are fed. `capacity`: as in `Batch`, for two blocks beside those at least; sequences take it in the order
-    of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows first.
-    `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs. `demand`:
-    what sequences need, as far as it is known; None: all fit."""
+    of the `num_steps_B` that its quota allows. `num_scheduled_B`: tokens that the host scheduled to be stored
+    (the device may know one more clean block); None: all that are fed. `capacity`: as in `BlockLimits`, for
+    two blocks at least; sequences take it in the order of `num_waits_B`, the number of passes in a row in
+    which they waited, then those with few rows first. `is_exact`: the host waits for the device to count
+    rows, so that no pass has more than it needs. `demand`: what sequences need; None: all fit."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -511,8 +499,7 @@ def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype
 
 
 def to_host(values: Tensor) -> Tensor:
-    """A copy on the host, of a GPU's tensor in the order of its stream; it must not be read before that is
-    there."""
+    """A copy on the host, which must not be read before the stream of a GPU's tensor reaches it."""
     if not values.is_cuda:
         return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -527,7 +514,7 @@ def set_lanes(lanes_B: Tensor, *columns: tuple[Tensor, Sequence[Any]]) -> None:
 
 def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
     """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
-    to the device and wait for everything that runs there."""
+    to the device and wait for it."""
     lanes_B = to_device(lanes, columns_Z[0].device)
     for column_Z in columns_Z:
         column_Z.index_fill_(0, lanes_B, value)

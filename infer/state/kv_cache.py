@@ -86,27 +86,26 @@ class KVWritePolicy:
         return self.num_computable(num_known) - self.num_lookahead_tokens + num_rows
 
     def num_budgeted(self, num_feed: int, num_rows: int) -> int:
-        """Rows that count against `max_num_batched_tokens`: known tokens after the first group, and whole
+        """Rows that count against `max_num_batched_tokens`: known tokens after the first group, or
         canvases."""
         return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
 
     def num_decoding_rows(self, num_rows: int, *, num_known: int, num_passes: int | None) -> int:
-        """Decoding rows at most of a sequence with `num_known` known tokens, if it has `num_rows` in any
-        pass. `num_passes`: decoding passes since it last emitted a token; None: the host cannot know."""
+        """Decoding rows at most of a sequence that has `num_rows` in any pass. `num_passes`: decoding passes
+        since it last emitted a token; None: unknown."""
         if self.reuse is None or num_passes is None or self.reuse.refreshes(num_passes):
             return num_rows
         num_left, maximum = num_rows - num_known, self.reuse.num_rows
         return self.reuse.num_before + (num_left if maximum is None else min(num_left, maximum))
 
     def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
-        """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
-        soon as some of the `budget` is left."""
+        """Decoding rows of a pass at most. A canvas is fed whole as soon as some of the `budget` is left."""
         maximum = num_sequences * num_rows
         return min(maximum, budget + num_rows) if self.kind == "none" else maximum
 
     def check(self, params: SamplingParams) -> None:
-        """Raise UserError IDLM-0455 for `tau` without drafts, and IDLM-0449 for logprobs that a decoder
-        cannot report."""
+        """Raise UserError IDLM-0455 for `tau` without drafts, IDLM-0449 for logprobs that cannot be
+        reported."""
         if params.tau > 0 and not self.has_drafts:
             raise UserError(
                 "IDLM-0455",
@@ -163,7 +162,7 @@ class KVCache:
 
     @staticmethod
     def num_buffers(num_layers: int) -> int:
-        """Key buffers (and as many value buffers) that `num_layers` layers need."""
+        """Key buffers, and value buffers, of a model of `num_layers` layers."""
         return num_layers
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -208,11 +207,9 @@ class CanvasCache(KVCache):
 
     @staticmethod
     def num_buffers(num_layers: int) -> int:
-        """One, whatever the number of layers."""
         return 1
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """The shared keys and values [S, K, H]."""
         return self.keys[0], self.values[0]
 
 

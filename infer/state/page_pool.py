@@ -55,7 +55,6 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all pages."""
         self._by_key: dict[bytes, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
         self._children: dict[bytes, set[int]] = {}
@@ -66,12 +65,10 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that can be evicted."""
         return len(self._evictable)
 
     @property
     def evictable(self) -> set[int]:
-        """Pages of the index that no lane holds."""
         return set(self._evictable)
 
     def key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -79,7 +76,6 @@ class PrefixCache:
         return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
     def page_of(self, key: bytes) -> int | None:
-        """The page with this key, or None."""
         entry = self._by_key.get(key)
         return None if entry is None else entry.page
 
@@ -175,8 +171,8 @@ class PagePool:
         return self._block_table_ZP
 
     def block_table(self, lanes_B: Tensor, num_slots: int, first_slots_B: Tensor | None = None) -> Tensor:
-        """Page ids [B, P] of `num_slots` slots of lanes, from `first_slots_B` on, rounded up to whole pages;
-        None: from the first slot on."""
+        """Page ids [B, P] of `num_slots` slots, from `first_slots_B` on, rounded up to whole pages (None:
+        0)."""
         table_ZP, num_pages = self.block_table_ZP, self.pages_for(num_slots)
         if first_slots_B is None:
             return table_ZP[lanes_B, :num_pages]
@@ -206,7 +202,6 @@ class PagePool:
         return len(self._free) + (0 if self.cache is None else self.cache.num_evictable)
 
     def num_owned(self, lane: int) -> int:
-        """Number of pages that a lane holds."""
         return len(self._owned[lane])
 
     def num_cached(self, lane: int) -> int:
@@ -214,13 +209,11 @@ class PagePool:
         return self._num_cached[lane]
 
     def pages_for(self, num_slots: int) -> int:
-        """Pages that hold `num_slots` slots."""
         return -(-num_slots // self.page_size)
 
     def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
-        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free.
-
-        A lane without pages begins with the `shared` pages of the prefix cache."""
+        """Give the lane pages for `num_slots` slots in all, the first of which are `shared` if it has none;
+        False, changing nothing, if too few are free."""
         owned = self._owned[lane]
         assert not (shared and owned), f"{lane=} has pages"
         missing = self.pages_for(num_slots) - len(owned) - len(shared)
@@ -242,9 +235,8 @@ class PagePool:
         """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of the text of
         `key`, or (`is_written` False) will after the next pass.
 
-        If another lane has entered such a page before, the lane takes that one in place of its own: a lane
-        that holds a page then also holds the cached pages before it. Passes under way still read the old
-        page, and its next holder writes after them."""
+        If another lane has entered such a page, the lane takes that one in place of its own: a lane that
+        holds a page then also holds the cached pages before it. Passes under way still read the old page."""
         assert self.cache is not None
         index = self._num_cached[lane]
         own = self._owned[lane][index]

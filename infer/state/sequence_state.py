@@ -57,9 +57,8 @@ class SequenceState:
     ) -> None:
         """Put sequences on free lanes; overwrites every field of the lanes.
 
-        `known` tokens: the prompt and, for a sequence that starts anew, what it had emitted in `steps`
-        sampling steps. `ends`: how many tokens each may have in all. `computed`: how many have their KV in
-        the lane's pages already."""
+        `known` tokens: the prompt and what was emitted in `steps` sampling steps. `ends`: how many tokens
+        each may have in all. `computed`: how many have their KV in the lane's pages already."""
         width = max(len(token_ids) for token_ids in known)
         lanes_B = to_device(lanes, self.device)
         padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
@@ -91,8 +90,8 @@ class SequenceState:
         )
 
     def rewind(self, lane: int, num_computed: int = 0, num_known: int | None = None) -> None:
-        """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
-        random stream stay, or only the first `num_known` of its tokens."""
+        """Set the KV pointer of a sequence that lost its pages, or got some back; tokens, drafts and random
+        stream stay, or only the first `num_known` tokens."""
         # Not an assignment, which would wait for the device (`device.fill_lanes`).
         self.num_computed_Z[lane].fill_(num_computed)
         if num_known is not None:
@@ -128,9 +127,7 @@ class SequenceState:
     def commit(
         self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor
     ) -> None:
-        """Append each lane's emitted tokens, advance its KV pointer and its random stream.
-
-        Tokens beyond the table's width are dropped: no sequence may be that long."""
+        """Append each lane's emitted tokens, and advance its KV pointer and random stream."""
         commit(
             self.lanes(),
             self.steps_Z,

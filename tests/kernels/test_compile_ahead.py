@@ -21,8 +21,8 @@ from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.graphs import shapes_ahead as ahead_of
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, step_on_meta
+from idlm.infer.runtime.graphs.shapes_ahead import ShapesAhead
 from idlm.infer.settings import check_options
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 from idlm.semantics import Semantics
@@ -127,15 +127,16 @@ def _check_variants(parts: EngineParts, maximum: int, compiled: Counter[str]) ->
         warnings.simplefilter("error")
         step = step_on_meta(parts, build._assemble)
     assert not hasattr(decoder, "draft_buffer_Z"), "the engine's own decoder stays as it was"
-    prompts = ahead_of.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
-    compile_ahead(step, [*prompts, *ahead_of.compiled_shapes(decoder, *LIMITS)])
+    of = ShapesAhead(
+        decoder=decoder, max_sequences=LIMITS[0], max_length=LIMITS[1], max_prompt_rows=PROMPT_ROWS
+    )
+    compile_ahead(step, [*of.prompts(EAGER_ROWS), *of.compiled()])
     ahead = Counter(compiled)
     assert 20 < ahead.total() <= maximum, f"each takes a second to compile: {ahead}"
-    shapes = ahead_of.shapes_ahead(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
-    compile_ahead(step, shapes[:: 1 if decoder.name == "ar" else 5])
+    compile_ahead(step, of.captured(EAGER_ROWS)[:: 1 if decoder.name == "ar" else 5])
     assert compiled == ahead, "a capture would compile"
     mixed = [
-        replace(ahead_of._shape(decoder, mode, size, LIMITS[1], context, False), num_prompt_rows=num_rows)
+        of.shape(mode, size, context, num_prompt_rows=num_rows)
         for mode in {0, len(decoder.modes) - 1}
         for context, size, num_rows in itertools.product(CONTEXTS, MIXED_SIZES, (640, 1408, 4096))
     ]

@@ -138,7 +138,7 @@ class ExecutorArm:
         return {
             "workspace_bytes": plan.peak_bytes,
             "planned_live_bytes": plan.live_bytes,
-            "planned_bytes": plan.peak_bytes + int(self._runner.library_bytes),
+            "planned_bytes": plan.peak_bytes + canvas.library_bytes(self._runner.shape),
         }
 
     def shrink(self) -> None:

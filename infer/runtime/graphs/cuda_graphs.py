@@ -99,8 +99,8 @@ class StaticStep:
         return self._step.decide(batch, plan, copy.copy(wanted))
 
     def clear(self) -> None:
-        """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
-        could not end before."""
+        """Drop all graphs, their memory, and their references to NCCL's communicators, which could not end
+        before."""
         self._graphs.clear()
         self._holders.clear()
         self._wasted.clear()
@@ -114,8 +114,8 @@ class StaticStep:
         self._step(self._batch(shape, self._no_sequences(shape)))
 
     def capture(self, shape: PassShape, *, frees_memory: bool = True) -> None:
-        """Capture a shape's graph and keep it. Without `frees_memory`, which takes time, the graph cannot
-        have the memory that earlier passes have freed."""
+        """Capture a shape's graph and keep it. `frees_memory`, which takes time: it may have the memory that
+        earlier passes have freed."""
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
@@ -139,8 +139,8 @@ class StaticStep:
         return float(start.elapsed_time(end)) / 1e3 / TIMED_PASSES
 
     def capture_missed(self) -> bool:
-        """Capture the shape that ran eagerly most often, or else the one that would be padded most in the
-        graphs that there are, while no request waits; False: there is none."""
+        """Capture the shape that ran eagerly most often, or else the one that is padded most; False: there is
+        none."""
         if self._num_eager:
             [(shape, _)] = self._num_eager.most_common(1)
         else:

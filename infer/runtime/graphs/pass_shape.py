@@ -66,9 +66,9 @@ BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
-    fed. `decides` False: the graph ends with hidden states, because what follows waits for grammars; logits
-    would take memory of each graph's own. See `Batch` for the rest."""
+    and `max_rows` of one canvas: decoding rows. `decides` False: the graph ends with hidden states, because
+    what follows waits for grammars; logits would take memory of each graph's own. See `Batch` for the
+    rest."""
 
     mode: int
     num_sequences: int
@@ -115,8 +115,8 @@ def _holds(name: str, mine: Any, needed: Any) -> bool:
 
 
 def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
-    """The smallest shape that the pass fits into; no sequence is longer than `max_length`. `is_warm`: it need
-    not have a graph, so that it has fewer rows of padding."""
+    """The smallest shape that the pass fits into. `is_warm`: it need not have a graph, so it is padded
+    less."""
     policy = decoder.kv_policy
     num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
     if is_warm:

@@ -26,14 +26,7 @@ from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, is_plain, ste
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_costs import Captured
 from idlm.infer.runtime.graphs.pass_shape import PassShape, slots_bucket
-from idlm.infer.runtime.graphs.shapes_ahead import (
-    compiled_shapes,
-    measured_shapes,
-    prompt_shapes,
-    shapes_ahead,
-    shapes_with_capacity,
-    timed_shapes,
-)
+from idlm.infer.runtime.graphs.shapes_ahead import ShapesAhead, measured_shapes
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
 from idlm.kernels.backend import memory_bytes, only_compiled
 from idlm.log import get_logger
@@ -71,7 +64,15 @@ def warm_up(
     start_time, free = time.monotonic(), memory_bytes(device)[0]
     path = cache_file(timing_key(parts)) if _needs_times(parts) else None
     known = read_times(path) if path is not None and is_alone else {}
-    work = _Work(parts=parts, step=step, is_alone=is_alone, min_memory=free // 2, times=dict(known))
+    ahead = ShapesAhead(
+        decoder=parts.decoder,
+        max_sequences=settings.max_sequences,
+        max_length=parts.table.max_length,
+        max_prompt_rows=settings.row_budget,
+    )
+    work = _Work(
+        parts=parts, step=step, ahead=ahead, is_alone=is_alone, min_memory=free // 2, times=dict(known)
+    )
     if assemble is not None and is_alone and is_plain(parts):
         work.compile(assemble)
     try:
@@ -109,6 +110,7 @@ class _Work:
 
     parts: EngineParts
     step: StaticStep
+    ahead: ShapesAhead
     is_alone: bool
     min_memory: int
     times: dict[tuple[int, int], float]
@@ -122,7 +124,7 @@ class _Work:
     def compile(self, assemble: Callable[..., EngineParts]) -> None:
         """Compile all kernels; every one is needed, so that this has no limit of time."""
         start_time = time.monotonic()
-        needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
+        needed = [*self.ahead.prompts(self.step.eager_rows), *self.ahead.compiled()]
         logger = get_logger(__name__)
         try:
             with only_compiled():
@@ -136,7 +138,7 @@ class _Work:
 
     def capture(self) -> None:
         """Run passes that stay eager, then capture graphs, and time some of both."""
-        parts, step, prompts = self.parts, self.step, self._prompts()
+        parts, step, prompts = self.parts, self.step, self.ahead.prompts(self.step.eager_rows)
         is_cuda = parts.table.device.type == "cuda"
         self.launch_seconds = parts.model.spec.num_layers * LAUNCH_SECONDS
         if parts.settings.warmup == "auto":
@@ -147,17 +149,9 @@ class _Work:
         if prompts and self.is_alone and is_cuda:
             self.launch_seconds = _launch_seconds(step, prompts[-1])
             step.eager_rows = eager_rows(parts.model, self.launch_seconds)
-        self.shapes = (
-            shapes_with_capacity(parts.decoder, *self._limits())
-            if parts.drops_rows
-            else shapes_ahead(
-                parts.decoder,
-                *self._limits(),
-                step.eager_rows,
-                max_prompt_rows=parts.settings.row_budget,
-            )
-        )
-        self.timed = timed_shapes(parts.decoder, *self._limits()) if _needs_times(parts) else {}
+        drops_rows, ahead = parts.drops_rows, self.ahead
+        self.shapes = ahead.with_capacity() if drops_rows else ahead.captured(step.eager_rows)
+        self.timed = self.ahead.timed() if _needs_times(parts) else {}
         for key, shape in self.timed.items():
             if shape.all_rows > step.eager_rows and key not in self.times and self._may_continue():
                 self.times[key] = step.seconds(shape)
@@ -211,13 +205,6 @@ class _Work:
     def _may_continue(self) -> bool:
         has_memory = memory_bytes(self.parts.table.device)[0] >= self.min_memory
         return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
-
-    def _limits(self) -> tuple[int, int]:
-        return self.parts.settings.max_sequences, self.parts.table.max_length
-
-    def _prompts(self) -> list[PassShape]:
-        parts, rows = self.parts, self.step.eager_rows
-        return prompt_shapes(parts.decoder, *self._limits(), rows, max_prompt_rows=parts.settings.row_budget)
 
 
 def _needs_times(parts: EngineParts) -> bool:

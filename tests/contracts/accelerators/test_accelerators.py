@@ -284,9 +284,11 @@ def test_both_sides_at_once(toys: dict[str, Path], rows: str) -> None:
                 if layer >= 2 and step == 0:
                     assert not dropped
                     assert not made.is_sparse_B[b]
-                    where_1 = torch.tensor([b])
-                    q_WNH = view.queries(q_RNH, where_1)[0].double()
-                    k_PKH = view.keys(layer, torch.arange(start)[None], where_1)[0].double()
+                    rows_W, size = view.rows_BW[b], view.page_size
+                    q_WNH = torch.where((rows_W >= 0)[:, None, None], q_RNH[rows_W.clamp(min=0)], 0).double()
+                    slots_P = torch.arange(start)
+                    physical_P = view.block_table_BP[b, slots_P // size] * size + slots_P % size
+                    k_PKH = view.cache.layer(layer)[0][physical_P].double()
                     sets[key] = [top(share_of(q_WNH, k_PKH, head), THIN["mage"]["k"]) for head in range(2)]
                 elif layer >= 2:
                     assert slots_BKC is not None

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.arena import MappedArena
+from idlm.infer.mosaic.canvas import library_bytes
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import plan_template
@@ -187,7 +188,7 @@ def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, gu
         plan = runner.plan_of(
             num_canvases * (length + 64), num_canvases * 64, num_canvases, takes_best=num_canvases == 1
         )
-        planned = plan.peak_bytes + runner.library_bytes
+        planned = plan.peak_bytes + library_bytes(runner.shape)
         engine.abort("one")
         print(f"{length=} {taken / MIB:.0f} MiB of {planned / MIB:.0f} planned")
         if length in seen:
@@ -237,7 +238,7 @@ def test_no_allocation_of_a_pass_grows_with_its_rows(wide: Path) -> None:
             for step in plan.steps(64):
                 one.execute(step, (lambda run, step: None) if step.op.name == "choose_tokens" else None)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[2] == peaks[3] <= runner.library_bytes
+    assert peaks[2] == peaks[3] <= library_bytes(runner.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -152,7 +152,9 @@ def simulate(plan: ArenaPlan) -> int:
         op = step.op
         reads, writes = {root(name) for name in op.reads}, {root(name) for name in op.writes}
         if not reads <= valid:
-            raise Corrupted(f"{op.name} reads {reads - valid} in layer {step.layer}, chunk {step.chunk}")
+            raise Corrupted(
+                f"{op.name} reads {reads - valid} in layer {step.layer}, rows from {step.start} on"
+            )
         used = reads | writes
         for name in used:
             if not used.isdisjoint(overlaps[name]):
@@ -160,7 +162,7 @@ def simulate(plan: ArenaPlan) -> int:
         for name in writes:
             valid.difference_update(overlaps[name])
             loops, layers = homes[name]
-            is_again = (step.chunk > 0 and len(loops) > 1) or (step.layer > 0 and len(layers) > 1)
+            is_again = (step.start > 0 and len(loops) > 1) or (step.layer > 0 and len(layers) > 1)
             if not is_again:
                 valid.add(name)
         kept = {root(name) for name in barriers.get(id(op), ())}

@@ -12,6 +12,7 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.mosaic.arena import AUTO, MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
+from idlm.infer.mosaic.lifetimes import Sizes
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
 from tests.unit.planning.shapes import LLADA_8B
 
@@ -213,7 +214,7 @@ def test_views_of_more_elements_than_32_bits_count() -> None:
 
 
 def test_every_tensor_of_a_plan_can_be_viewed() -> None:
-    plan = plan_forward(trunk_forward(LLADA_8B), length=256, wanted=64, capacity=24 * PAGE)
+    plan = plan_forward(trunk_forward(LLADA_8B), Sizes(length=256, wanted=64), capacity=24 * PAGE)
     driver = FakeDriver(CARD)
     arena = mapped(driver)
     arena.resize(plan.peak_bytes)

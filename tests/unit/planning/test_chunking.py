@@ -74,7 +74,7 @@ def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, 
         length = rng.randrange(1, 3000)
         wanted = rng.randrange(length + 1)
         capacity = int(length * 64 * 4 * rng.uniform(0.2, 12))
-        found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=32)
+        found = search(forward, Sizes(length=length, wanted=wanted), capacity=capacity, min_rows=32)
         expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 32)
         assert isinstance(found, ArenaPlan) == (expected is not None)
         if expected is not None and isinstance(found, ArenaPlan):
@@ -92,7 +92,7 @@ def test_the_search_is_that_of_the_paper_on_random_graphs() -> None:
         forward, length, wanted = Forward(template), sizes.length, sizes.wanted
         whole = plan_template(template, Sizes(length=length, wanted=wanted))
         capacity = int(whole.peak_bytes * rng.uniform(0.4, 1.05))
-        found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1)
+        found = search(forward, Sizes(length=length, wanted=wanted), capacity=capacity, min_rows=1)
         expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 1)
         assert isinstance(found, ArenaPlan) == (expected is not None), seed
         if expected is not None and isinstance(found, ArenaPlan):
@@ -114,13 +114,13 @@ def test_the_search_is_that_of_the_paper_where_first_fit_leaves_a_gap(
     monkeypatch.setattr(planner, "orders", lambda *known: [(0, 3, 1, 2)])
     forward, num_gaps = Forward(template), 0
     for capacity in range(2560, 300_000, 2_000):
-        found = search(forward, length=100, wanted=0, capacity=capacity, min_rows=1)
+        found = search(forward, Sizes(length=100, wanted=0), capacity=capacity, min_rows=1)
         expected = one_by_one(forward, Sizes(length=100), capacity, 1)
         assert isinstance(found, ArenaPlan) and expected is not None
         assert counts(found) == counts(expected)
         num_gaps += found.peak_bytes > found.live_bytes
     assert num_gaps > 100
-    assert search(forward, length=100, wanted=0, capacity=2559, min_rows=1) == Misfit("make_b", 2560)
+    assert search(forward, Sizes(length=100, wanted=0), capacity=2559, min_rows=1) == Misfit("make_b", 2560)
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -128,7 +128,7 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
     forward, capacity = trunk_forward(SHAPES[model]), 8 * GIB
     before: dict[str, int] = {}
     for length in range(10_000, 360_000, 25_000):
-        plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
+        plan = search(forward, Sizes(length=length, wanted=length // 2), capacity=capacity)
         assert isinstance(plan, ArenaPlan) and plan.peak_bytes <= capacity
         found = dict(plan.sizes.chunks)
         assert all(found[name] >= before.get(name, 1) for name in found), (length, found, before)
@@ -143,15 +143,15 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
 @pytest.mark.parametrize("model", SHAPES)
 def test_nothing_is_chunked_while_it_fits(model: str) -> None:
     forward = trunk_forward(SHAPES[model])
-    plan = search(forward, length=8192, wanted=4096, capacity=8 * GIB)
+    plan = search(forward, Sizes(length=8192, wanted=4096), capacity=8 * GIB)
     assert isinstance(plan, ArenaPlan) and not counts(plan) and plan.template is forward.whole
 
 
 def test_the_peak_toggles_between_logits_and_ffn() -> None:
     """Figure 3 of the paper: the share of wanted rows decides which operator is chunked first."""
     forward = trunk_forward(LLADA_8B)
-    few = search(forward, length=100_000, wanted=10_000, capacity=6 * GIB)
-    many = search(forward, length=100_000, wanted=90_000, capacity=8 * GIB)
+    few = search(forward, Sizes(length=100_000, wanted=10_000), capacity=6 * GIB)
+    many = search(forward, Sizes(length=100_000, wanted=90_000), capacity=8 * GIB)
     assert isinstance(few, ArenaPlan) and isinstance(many, ArenaPlan)
     assert list(counts(few)) == ["ffn"] and list(counts(many)) == ["logits"]
 
@@ -163,7 +163,7 @@ def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:
     length = max_length(forward, capacity=capacity, wanted_share=0.5)
     for more, kind in ((0, ArenaPlan), (1, Misfit), (1000, Misfit)):
         num = length + more
-        found = search(forward, length=num, wanted=-(-num // 2), capacity=capacity)
+        found = search(forward, Sizes(length=num, wanted=-(-num // 2)), capacity=capacity)
         assert isinstance(found, kind)
 
 
@@ -190,18 +190,18 @@ def test_a_canvas_that_is_too_long_is_refused_with_the_operator_and_the_nearest_
     forward = forward_of("mosaic", LLADA_8B)
     nearest = max_length(forward, capacity=8 * GIB, wanted_share=0.25)
     with pytest.raises(UserError) as refusal:
-        plan_forward(forward, length=400_000, wanted=100_000, capacity=8 * GIB)
+        plan_forward(forward, Sizes(length=400_000, wanted=100_000), capacity=8 * GIB)
     assert refusal.value.code == "IDLM-0466"
     need = 400_000 * 40 * 1024
     assert f"needs {need} bytes" in refusal.value.message and f"{8 * GIB} bytes" in refusal.value.message
     assert "400000 rows, 100000 of them wanted" in refusal.value.message and "v_proj" in refusal.value.message
     assert f"at most {nearest} rows" in refusal.value.fix
-    plan_forward(forward, length=nearest, wanted=-(-nearest // 4), capacity=8 * GIB)
+    plan_forward(forward, Sizes(length=nearest, wanted=-(-nearest // 4)), capacity=8 * GIB)
 
 
 def test_nothing_fits_no_memory() -> None:
     with pytest.raises(UserError, match="IDLM-0466") as refusal:
-        plan_forward(trunk_forward(SMALL), length=10, wanted=10, capacity=-5)
+        plan_forward(trunk_forward(SMALL), Sizes(length=10, wanted=10), capacity=-5)
     assert refusal.value.fix == "free memory on the device" and "0 bytes" in refusal.value.message
 
 
@@ -211,14 +211,14 @@ def test_an_operator_without_chunks_cannot_be_cut() -> None:
     template.add_tensor("logits", Size(row_bytes=512, rows=WANTED, chunks="k"))
     template.add_op("embed", [], ["a"])
     template.add_op("head", ["a"], ["logits"], chunks=Loop(name="head", rows=WANTED, chunks="k"))
-    found = search(Forward(template), length=100, wanted=10, capacity=90 * 512, min_rows=1)
+    found = search(Forward(template), Sizes(length=100, wanted=10), capacity=90 * 512, min_rows=1)
     assert found == Misfit("head", 101 * 512)
 
 
 def test_chunks_have_at_least_the_rows_asked_for() -> None:
     forward = trunk_forward(LLADA_8B)
     length = max_length(forward, capacity=8 * GIB, wanted_share=0.5)
-    plan = search(forward, length=length, wanted=length // 2, capacity=8 * GIB)
+    plan = search(forward, Sizes(length=length, wanted=length // 2), capacity=8 * GIB)
     assert isinstance(plan, ArenaPlan)
     assert plan.sizes.chunk_rows(LENGTH, K_QUERY) in range(MIN_CHUNK_ROWS - 1, MIN_CHUNK_ROWS + 20)
 
@@ -231,7 +231,9 @@ def test_no_chunk_of_logits_divides_a_group(group: int) -> None:
         length, indices = rng.randrange(300, 2000), rng.randrange(2, 90)
         capacity = int(length * 64 * 4 * rng.uniform(1, 6))
         wanted = group * indices
-        plan = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1, group=group)
+        plan = search(
+            forward, Sizes(length=length, wanted=wanted, group=group), capacity=capacity, min_rows=1
+        )
         if isinstance(plan, Misfit):
             continue
         assert plan.peak_bytes <= capacity
@@ -251,14 +253,14 @@ def test_several_canvases_are_refused_with_the_length_of_one() -> None:
     forward, capacity = trunk_forward(LLADA_8B), 4 * GIB
     alone = max_length(forward, capacity=capacity, wanted_share=0.25)
     with pytest.raises(UserError, match="IDLM-0466") as caught:
-        plan_forward(forward, length=2 * alone, wanted=alone // 2, capacity=capacity, group=2)
+        plan_forward(forward, Sizes(length=2 * alone, wanted=alone // 2, group=2), capacity=capacity)
     assert (
         f"a canvas of {alone} rows, {alone // 4} of them wanted, does not fit 2 times" in caught.value.message
     )
     nearest = int(str(caught.value.fix).split()[3])
     assert abs(nearest - alone / 2) <= 0.01 * alone
-    plan_forward(forward, length=2 * nearest, wanted=2 * (nearest // 4), capacity=capacity, group=2)
+    plan_forward(forward, Sizes(length=2 * nearest, wanted=2 * (nearest // 4), group=2), capacity=capacity)
     with pytest.raises(UserError, match="IDLM-0466"):
         plan_forward(
-            forward, length=2 * nearest + 2, wanted=2 * (nearest // 4 + 1), capacity=capacity, group=2
+            forward, Sizes(length=2 * nearest + 2, wanted=2 * (nearest // 4 + 1), group=2), capacity=capacity
         )

@@ -52,7 +52,7 @@ def test_plans_of_the_search_reach_the_bytes_alive(model: str) -> None:
     forward = trunk_forward(SHAPES[model])
     for length in LENGTHS:
         for capacity in (2 << 30, 8 << 30, 24 << 30, 124 << 30):
-            plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
+            plan = search(forward, Sizes(length=length, wanted=length // 2), capacity=capacity)
             if isinstance(plan, ArenaPlan):
                 assert plan.live_bytes <= plan.peak_bytes <= min(capacity, 1.01 * plan.live_bytes)
                 check_positions(plan)

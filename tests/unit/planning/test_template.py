@@ -94,11 +94,11 @@ def test_steps_follow_layers_and_chunks() -> None:
     body = ["norm", *["up", "down"] * 3, "add"]
     assert [step.op.name for step in steps] == ["embed", *body * 3, "end"]
     up = [step for step in steps if step.op.name == "up"]
-    assert [(step.layer, step.chunk, step.start, step.stop) for step in up[:4]] == [
-        (0, 0, 0, 4),
-        (0, 1, 4, 8),
-        (0, 2, 8, 10),
-        (1, 0, 0, 4),
+    assert [(step.layer, step.start, step.stop) for step in up[:4]] == [
+        (0, 0, 4),
+        (0, 4, 8),
+        (0, 8, 10),
+        (1, 0, 4),
     ]
     assert up[0].offsets == {name: plan.offsets[name] for name in "ab"}
     assert (steps[1].start, steps[1].stop) == (0, 10) and not next(template.steps(sizes)).offsets

@@ -112,7 +112,7 @@ def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
 
 def test_a_fused_head_stores_no_logits() -> None:
     forward = trunk_forward(fused_head(LLADA_8B))
-    plan = search(forward, length=100_000, wanted=100_000, capacity=4 * GIB)
+    plan = search(forward, Sizes(length=100_000, wanted=100_000), capacity=4 * GIB)
     assert isinstance(plan, ArenaPlan) and "logits" not in plan.num_bytes
     assert names(plan)[-2:] == ["final_norm", "masked_logits"]
     assert plan.num_bytes["ranges"] == WORKSPACE_BYTES + 100_000 * WORKSPACE_ROW_BYTES
@@ -134,7 +134,7 @@ def test_a_fused_head_takes_no_length(model: str, share: float) -> None:
     for length in (64, 1000, 8192, 65536):
         wanted = round(share * length)
         stored, none = (
-            search(trunk_forward(one), length=length, wanted=wanted, capacity=24 * GIB)
+            search(trunk_forward(one), Sizes(length=length, wanted=wanted), capacity=24 * GIB)
             for one in (shape, fused)
         )
         assert isinstance(stored, ArenaPlan) and isinstance(none, ArenaPlan)
@@ -142,7 +142,7 @@ def test_a_fused_head_takes_no_length(model: str, share: float) -> None:
 
 
 def test_the_printed_table_names_every_tensor_and_the_peak() -> None:
-    plan = search(trunk_forward(LLADA_MOE), length=300_000, wanted=150_000, capacity=8 * GIB)
+    plan = search(trunk_forward(LLADA_MOE), Sizes(length=300_000, wanted=150_000), capacity=8 * GIB)
     assert isinstance(plan, ArenaPlan)
     text = describe_plan(plan)
     lines = text.splitlines()
