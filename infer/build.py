@@ -118,9 +118,8 @@ def read_checkpoint(
 
 
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
-    """Load the model of a checkpoint directory, choose its decoder, and allocate what the engine needs.
-
-    With tensor parallelism each rank builds its own shard, and rank 0 alone loads a tokenizer."""
+    """Load the model of a checkpoint directory, choose its decoder, and allocate what the engine needs. Each
+    rank of tensor parallelism builds its own shard."""
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
     if settings.deterministic:
@@ -267,10 +266,8 @@ def _tokenizer(path: Path, model: LoadedModel) -> Any:
 
 
 def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
-    """The stop ids of the checkpoint's semantics, else those that transformers uses and the tokenizer's.
-
-    Like transformers, reads config.json if generation_config.json is missing; without a tokenizer also if
-    generation_config.json has no `eos_token_id`. Raises UserError IDLM-0216 for a value that is not an id."""
+    """The stop ids of the checkpoint's semantics, else those that transformers uses and the tokenizer's: of
+    config.json if generation_config.json is missing, or without a tokenizer has none. Raises IDLM-0216."""
     if model.semantics.stop_token_ids:
         return model.semantics.stop_token_ids
     path = model.directory / "generation_config.json"
@@ -389,7 +386,7 @@ def _memory_demand(
     is_canvas: bool,
 ) -> MemoryDemand:
     """The KV pages that full lanes could use, and the logits of the largest pass. Allocates the accelerators'
-    state of lanes, which pages must not take the memory of."""
+    state of lanes, whose memory pages must not take."""
     spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
     num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
     slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
@@ -456,9 +453,7 @@ def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePoo
 
 
 def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
-    """The back end of paged attention: the requested one, or for "auto" the first that supports the model.
-
-    Raises UserError IDLM-0422 with the reasons of every back end tried."""
+    """The requested back end, or for "auto" the first that supports the model. Raises UserError IDLM-0422."""
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
     heads, deterministic, reasons = head_shape(model, kv_dtype), settings.deterministic, {}
     for name in names:
@@ -478,9 +473,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
 def _resolve_graphs(
     settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str], policy: KVWritePolicy
 ) -> EngineSettings:
-    """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
-
-    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture."""
+    """Settings with `graphs` "on" or "off" and `num_inflight_steps`. `eager` accelerators exclude graphs."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
     waits = attention != "triton"
     if graphs == "auto":
@@ -515,9 +508,7 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a name; "auto" is the first GPU if there is one, else the CPU.
-
-    Raises UserError IDLM-0417 for a name that no engine runs on."""
+    """The torch device of a name; "auto" is the first GPU if there is one. UserError IDLM-0417."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

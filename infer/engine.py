@@ -199,8 +199,7 @@ class Engine:
         return self._parts.encode(prompts)
 
     def begin_grammar(self, params: SamplingParams) -> Compiling | None:
-        """Begin to compile the grammar of a request in a thread. While the future is kept and done,
-        `add_request` need not wait for it. None without a constraint."""
+        """Begin to compile the grammar of a request in a thread: `add_request` need not wait for it then."""
         return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
     def may_add(self, grammar: Compiling | None) -> bool:
@@ -216,8 +215,8 @@ class Engine:
     def check_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, compiles: bool = True
     ) -> None:
-        """Raise the UserError that `add_request` would raise, except for an id in use and, if `compiles` is
-        False, for the text of a constraint. Queues nothing."""
+        """Raise the UserError that `add_request` would raise, but for an id in use. `compiles`: see
+        `samples`."""
         self._parts.samples(request_id, prompt, params, compiles=compiles)
 
     def draft_counts(self, request_id: str) -> tuple[int, int]:
@@ -243,9 +242,8 @@ class Engine:
 
     @property
     def exactness(self) -> Exactness:
-        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
-
-        A request with `tau` above 0 is lossy on any engine."""
+        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's, as
+        with `tau` above 0 on any engine."""
         return "lossy" if self._parts.is_lossy else "exact"
 
     @property
@@ -317,10 +315,8 @@ class Engine:
 
     @uninterrupted()
     def run_step(self) -> None:
-        """Launch a step and collect finished ones, whose events `take_events` returns.
-
-        A step that raises has no effect: its requests are queued again. After an out-of-memory error the next
-        steps are smaller."""
+        """Launch a step and collect finished ones, whose events `take_events` returns. A step that raises has
+        no effect: its requests are queued again. After an out-of-memory error the next steps are smaller."""
         oom_message = None
         try:
             is_launched = self._launch()
@@ -339,8 +335,8 @@ class Engine:
             self.scheduler.restore_budget()
 
     def _num_ahead(self) -> int:
-        """Steps that may be under way when results are read. One before a step of queued kernels: CUDA holds
-        1,024 launches, and a host that waits to add to them reads no results meanwhile."""
+        """Steps under way when results are read. One before a step of queued kernels: CUDA holds 1,024
+        launches, and a host that waits to add to them reads no results meanwhile."""
         maximum = self.settings.num_inflight_steps or 0
         return min(maximum, 1) if self._inflight[-1].is_queued else maximum
 
@@ -477,9 +473,7 @@ class Engine:
         return request.complete(text, "lossy" if request.params.tau > 0 else self.exactness, error=error)
 
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
-        """Run a step and take the events of these requests; others stay for their own reader.
-
-        Raises the error of a request that failed."""
+        """Run a step and take the events of these requests; raises the error of one that failed."""
         self._run_and_report(request_ids)
         own = self._taken(request_ids)
         error = next((event.error for event in own if event.error is not None), None)

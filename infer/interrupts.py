@@ -39,8 +39,8 @@ class _Deferred:
             signal.signal(number, self.handlers[number])
 
     def deliver(self, error: BaseException | None = None) -> None:
-        """Call the handlers: to raise a signal again would wake an asyncio loop a second time. `error`, which
-        ended the block, is the cause of what they raise."""
+        """Call the handlers: to raise a signal again would wake an asyncio loop twice. `error` ended the
+        block."""
         while self._waiting:
             number = self._waiting.pop(0)
             try:
@@ -52,9 +52,7 @@ class _Deferred:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Deliver a SIGINT or SIGTERM that arrives inside at the end. Every later one is delivered at once,
-    because a step that compiles kernels or waits for a GPU can take long.
-
-    Only the main thread receives signals. A block takes about 20 us; one inside another takes 2."""
+    because a step can take long. A block takes about 20 us; one inside another takes 2."""
     global _is_open
     if threading.current_thread() is not threading.main_thread() or _is_open:
         yield

@@ -266,10 +266,8 @@ def _no_prompt(request_id: str, prompt: Any, token_ids: list[int] | None, num_ro
 
 class Waiting:
     """The queue. Requests that a failed pass interrupted come first; the others come in turn over clients,
-    then by priority, in turn over the users of a client, and in turn over calls, one answer at a time. A new
-    client waits for one turn of each other client, however much that client has queued.
-
-    Its levels are dicts, by the fields of `QueueOrder`; whose turn it is stands first. The last level is the
+    then by priority, in turn over the users of a client, and over calls, one answer at a time. Its levels are
+    dicts, by the fields of `QueueOrder`, in which whose turn it is stands first; the last level is the
     answers of a call."""
 
     def __init__(self) -> None:
@@ -326,8 +324,7 @@ class Waiting:
         self._interrupted.extendleft(reversed(put))
 
     def starved(self, running: Sequence[Request]) -> Request | None:
-        """The first waiting request whose client has no lane while another has more than one; likewise of
-        users of a client, and of calls of a user. None: there is none."""
+        """The first waiting request whose client (user, call) has no lane while another has more than one."""
         counts: dict[Any, Counter[Any]] = {}
         for one in running:
             path = tuple(one.turn)

@@ -32,14 +32,12 @@ class Scheduler:
 
     A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most for
     each of its canvases, which emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further
-    rows of all sequences together (prompt rows, and the canvases of full diffusion); `halve_budget` lowers it
-    for a while; within it `costs` tell how many rows a pass has (`prompt_rows`; None: as many as wait), and
-    beside sequences that decode it takes at most `max_slowdown` times as long as those. `decodes_again`: see
-    `Accelerator`. Passes may be scheduled before the results of earlier ones are known: then every sequence
-    counts as long as it can be by then, and none is preempted.
-
-    `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have several:
-    they need not wait until an answer ends."""
+    rows of all sequences together; `halve_budget` lowers it for a while; within it `costs` tell how many rows
+    a pass has (`prompt_rows`; None: as many as wait), and beside sequences that decode it takes at most
+    `max_slowdown` times as long as those. `decodes_again`: see `Accelerator`. Passes may be scheduled before
+    the results of earlier ones are known: then every sequence counts as long as it can be by then, and none
+    is preempted. `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have
+    several."""
 
     def __init__(
         self,
@@ -67,8 +65,8 @@ class Scheduler:
         self.num_preemptions = self.num_reserved_lanes = 0
 
     def slots_needed(self, num_known: int, max_length: int, num_canvases: int = 1) -> int:
-        """KV slots of a decoding sequence with `num_known` known tokens, of `max_length` at most, with its
-        drafts and masks. Each of several canvases begins with a page."""
+        """KV slots of a decoding sequence, with its drafts and masks. Each of several canvases begins with a
+        page."""
         num_slots = self._kv_policy.num_slots(num_known, self._num_rows(max_length))
         return (num_canvases - 1) * self.pool.pages_for(num_slots) * self.pool.page_size + num_slots
 
@@ -76,8 +74,8 @@ class Scheduler:
         self.waiting.add(request)
 
     def next(self) -> Schedule | None:
-        """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
-        when pages are so short that results must come back first."""
+        """Decide the next pass: empty when nothing can run before results come back, None when pages are
+        short until then."""
         policy = self._kv_policy
         num_rows = self._num_rows(1) if policy.kind == "append" else 0
         schedule = Schedule(num_lookahead_tokens=policy.num_lookahead_tokens, num_decoding_rows=num_rows)
@@ -220,8 +218,8 @@ class Scheduler:
         return self._kv_policy.num_computable(request.num_known) - request.num_computed
 
     def _feed(self, request: Request, schedule: Schedule) -> None:
-        """Add the request with as many known tokens as the budget allows, in whole blocks, the first of which
-        is free."""
+        """Add the request with as many known tokens as the budget allows, in whole blocks, the first one
+        free."""
         policy, block_size = self._kv_policy, self._kv_policy.block_size
         num_rows = request.num_canvases * policy.num_decoding_rows(
             self._num_rows(request.max_length),
@@ -259,10 +257,9 @@ class Scheduler:
         return min(request.num_known + request.num_inflight * self._max_emitted, request.max_length)
 
     def _reserve(self, request: Request, schedule: Schedule) -> bool | None:
-        """Reserve pages for the request's next pass, preempting younger sequences if necessary.
-
-        A preempted sequence (one without pages) never preempts others: it waits until its whole length fits.
-        Returns None if a sequence would be preempted whose results are still to come."""
+        """Reserve pages for the request's next pass, preempting younger sequences if necessary. A sequence
+        without pages never preempts others: it waits until its whole length fits. None if a sequence would be
+        preempted whose results are still to come."""
         lane = lane_of(request)
         num_slots = self.slots_needed(self._longest(request), request.max_length, request.num_canvases)
         while not self._extend(request, num_slots, schedule):
@@ -322,8 +319,8 @@ class Scheduler:
                 self._commit(request, request.num_computed)
 
     def _commit_scheduled_pages(self, schedule: Schedule, num_committed: int) -> int:
-        """Enter what this very pass will compute, for requests that it admits later: each layer stores the KV
-        of all rows before any row attends. Returns how many of the schedule's requests are done."""
+        """Enter what this very pass will compute, for requests that it admits later. Returns how many of the
+        schedule's requests are done."""
         for b in range(num_committed, len(schedule.requests)):
             request = schedule.requests[b]
             num_lookahead_tokens = schedule.samples[b] * schedule.num_lookahead_tokens

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator, PassView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

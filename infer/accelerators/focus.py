@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from idlm.infer.sparse.accelerator import ACCELERATORS, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, PassView, RowsAccelerator, RowSelection, RowsPass
 from idlm.infer.state.batch import fill_lanes
 from idlm.kernels.block_eviction import (
     BlockKeys,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
-from idlm.infer.sparse.accelerator import ACCELERATORS
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, PassView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.sparse.accelerator import BlockMemory, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.sparse.view import NOT_LISTED, PassView
+from idlm.infer.sparse.accelerator import NOT_LISTED, BlockMemory, EngineSpec, KVAccelerator, KVPass, PassView
 from idlm.infer.state.batch import to_device
 from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import BeforeBlock

@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.prefix import EVERYTHING, set_problems
-from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.sparse.view import NOT_LISTED, PassView, block_rows, scheduled_rows
+from idlm.infer.sparse.accelerator import (
+    ACCELERATORS,
+    NOT_LISTED,
+    EngineSpec,
+    KVAccelerator,
+    KVPass,
+    PassView,
+    block_rows,
+    scheduled_rows,
+)
 from idlm.kernels.backend import FP8
 from idlm.kernels.page_bounds import Bounds, PagedSlots, Pieces, page_scores, write_bounds
 from idlm.kernels.prefix_ranking import select_largest

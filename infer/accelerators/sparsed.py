@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
-from idlm.infer.sparse.accelerator import ACCELERATORS
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, PassView
 
 ROUNDING = 1e-9
 """0.2 * 15 is a little above 3 in floating point."""

@@ -62,8 +62,7 @@ class Decoder(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, semantics: Semantics) -> int | None:
-        """Priority of this decoder for such a checkpoint, the highest being the default; None: the checkpoint
-        was not made for it."""
+        """Priority of this decoder for such a checkpoint; None: the checkpoint was not made for it."""
 
     @abstractmethod
     def __init__(self, config: Any, semantics: Semantics) -> None:
@@ -72,24 +71,21 @@ class Decoder(ABC):
 
     @abstractmethod
     def num_rows(self, mode: int, max_length: int) -> int:
-        """Rows that a sequence of at most `max_length` tokens feeds when it decodes, beside known tokens. A
-        constant, or for whole canvases a number that grows with the length."""
+        """Decoding rows of a sequence of at most `max_length` tokens. A constant, or the length of a
+        canvas."""
 
     def num_canvases(self, params: SamplingParams) -> int:
-        """Canvases that a pass feeds for such a request: copies of its tokens, each of `num_rows` rows in
-        slots of its own, at most `max_canvases`."""
+        """Copies of a request's tokens that a pass feeds, each of `num_rows` rows in slots of its own."""
         return 1
 
     def configure(self, options: Mapping[str, Any]) -> Any:
-        """The Config of a request with `decoder_options`; UserError IDLM-0453 for options that a request
-        cannot set."""
+        """The Config of a request; UserError IDLM-0453 for `decoder_options` that it cannot set."""
         return request_config(self.name, self.config, options)
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the decoder's own state of lanes, whose sequences have at most `max_length` tokens;
-        `dtype` is that of the logits."""
+        """Allocate the decoder's own state of lanes; `dtype` is that of the logits."""
         return
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
@@ -117,8 +113,8 @@ class Decoder(ABC):
         """Say what the pass is fed; changes nothing."""
 
     def replace_drafts(self, chosen: Tensor) -> None:
-        """Put in place some drafts, int64 [b, 3]: of each the lane, the position and the token. Asked of
-        decoders that offer candidates (`PassGrammars.tell`)."""
+        """Replace drafts, int64 [b, 3]: lane, position and token of each; for decoders that offer
+        candidates."""
         raise AssertionError(f"decoder {self.name} has no drafts")
 
     @abstractmethod
@@ -126,13 +122,13 @@ class Decoder(ABC):
         """Commit tokens from the wanted rows into the table and the decoder's state."""
 
     def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
-        """Expected tokens of a pass of `mode`. `acceptance_J`: chance of each draft to be accepted once those
-        before it were. Asked of decoders with several modes."""
+        """Expected tokens of a pass of `mode`, if several. `acceptance_J`: chance of each draft once those
+        before it were accepted."""
         return 1.0
 
     def drafts_again(self, mode: int) -> bool:
-        """Whether a pass of `mode` that rejects drafts from masks draws the next ones from the rows that
-        verified them. Asked of decoders with several modes."""
+        """Whether a pass of `mode` that rejects drafts from masks draws the next ones from rows that
+        verified."""
         return False
 
 
@@ -146,8 +142,8 @@ def answer_length(params: SamplingParams) -> int:
 
 
 def fitting_decoders(semantics: Semantics) -> list[str]:
-    """Names of the decoders that such a checkpoint was made for, the default first; UserError IDLM-0619 if
-    there is none."""
+    """Names of the decoders for such a checkpoint, the default first; UserError IDLM-0619 if there is
+    none."""
     priorities = {name: DECODERS.get(name).fits(semantics) for name in DECODERS.names()}
     fitting = {name: priority for name, priority in priorities.items() if priority is not None}
     if fitting:
@@ -198,8 +194,7 @@ def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowe
 
 
 def check_causal(semantics: Semantics, decoder: str) -> None:
-    """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token: nothing
-    else would show that."""
+    """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token."""
     if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(
             "IDLM-0452",
@@ -220,9 +215,8 @@ def plan_rows(
 ) -> StepPlan:
     """Lay out known tokens up to the pending one, then drafts and masks as the layout says.
 
-    There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet. Masks
-    follow it if and only if `samples_B` says so, never because of a row count. A sequence of full length
-    feeds its pending token again and decodes nothing."""
+    There is no prefill branch: masks follow a prompt if `samples_B` says so, never because of a row count. A
+    sequence of full length feeds its pending token again and decodes nothing."""
     lanes_B, width = batch.lanes_B, layout.max_width
     packed = pack_rows(
         table.lanes(draft_buffer_Z, drafts_ZJ),

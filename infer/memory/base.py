@@ -31,10 +31,9 @@ class MemoryDemand:
     """The sizes wanted: at build time the KV pages and the largest transients, for a pass its transients
     alone.
 
-    `page_bytes`: of one page over all KV buffers. `max_pages`: pages that full lanes could use. `transients`
-    by name of operator. `pass_bytes`: what accelerators take during a pass at most, which no chunks divide.
-    `canvas`: the trunk of a decoder that stores nothing, of which a page counts
-    `page_size` rows of a pass; None: pages are for keys and values."""
+    `page_bytes`: over all KV buffers. `max_pages`: pages that full lanes could use. `transients` by name of
+    operator. `pass_bytes`: what accelerators take during a pass. `canvas`: the trunk of a decoder that stores
+    nothing, of which a page counts `page_size` rows of a pass."""
 
     device: torch.device
     page_bytes: int = 0
@@ -62,10 +61,8 @@ class MemoryManager(Protocol):
     A true attribute `plans_canvases` has `CanvasRunner` execute its passes, without pages of KV."""
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
-        """The plan for `demand`; UserError IDLM-0405 where nothing fits.
-
-        `num_chunks` must depend on the demand alone: ranks that share a model plan on their own and must
-        agree, and a plan is computed once for all passes of the same size."""
+        """The plan for `demand`; UserError IDLM-0405 where nothing fits. `num_chunks` must depend on the
+        demand alone: ranks that share a model plan on their own."""
         ...
 
 

@@ -21,8 +21,8 @@ from idlm.infer.decoders.base import Decoder
 from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
+from idlm.infer.sparse.accelerator import AttentionLists
 from idlm.infer.sparse.stack import AcceleratorStack
-from idlm.infer.sparse.view import AttentionLists
 from idlm.infer.state.batch import (
     Batch,
     DroppedRows,

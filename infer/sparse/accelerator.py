@@ -1,4 +1,5 @@
-"""The contract of accelerators, which leave out part of the score matrix of blocks that are being decided.
+"""The contract of accelerators, which leave out part of the score matrix of blocks that are being decided,
+and what they see of a pass.
 
 The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of a sequence's block see a list
 of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
@@ -6,26 +7,98 @@ layers or from some layer on. An engine has at most one of each side, and neithe
 calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
 stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; `finish`. Prompts and clean
 blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
-block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV, and the
-block then starts again.
-B sequences, R rows, W positions of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
-"""
+block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV. Slots are
+logical (of their own sequence) unless a name says physical. B sequences, R rows, W positions of a block, N
+query heads, K KV heads, H head dim, C listed slots, Z lanes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import fill_lanes
+from idlm.infer.state.batch import ActiveBlocks, StepPlan, fill_lanes
+from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import BeforeBlock, HeadShape
 from idlm.registry import Registry
 from idlm.semantics import Semantics
+
+NOT_LISTED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLists:
+    """What the plan of layers with lists has to know: where each sequence's block starts, which sequences see
+    lists (bool), and the width of lists."""
+
+    starts_B: Tensor
+    listed_B: Tensor
+    num_listed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class PassView:
+    """One pass. `plan` is what the decoder laid out; `rows_BW` follows what is still computed: the number,
+    among those rows, of the row at each position of the active block, -1 where there is none. `is_working_B`
+    (bool): the plan has rows of the sequence's block; `is_mask_BW` (bool): positions where it has masks.
+    `needs_all_rows_B` (bool): sequences of which the kv side lets no row be dropped. `waits_B` (bool):
+    sequences beyond the capacity so far (`RowSelection`); they decide nothing in this pass, so no state may
+    follow from it. `scale`: of scores."""
+
+    NOT_FED: ClassVar[int] = -1
+    plan: StepPlan
+    active: ActiveBlocks
+    cache: KVCache
+    block_table_BP: Tensor
+    page_size: int
+    scale: float
+    rows_BW: Tensor
+    is_working_B: Tensor
+    is_mask_BW: Tensor
+    needs_all_rows_B: Tensor
+    waits_B: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        demand = self.active.demand
+        self.waits_B = torch.zeros_like(self.needs_all_rows_B) if demand is None else demand.waits_B
+
+    @property
+    def max_slots(self) -> int:
+        """Upper bound, known to the host, of the slots of any sequence in this pass."""
+        return min(self.plan.max_slots, self.block_table_BP.shape[1] * self.page_size)
+
+    @property
+    def sequences_B(self) -> Tensor:
+        """All sequences, by number."""
+        return torch.arange(len(self.is_working_B), device=self.is_working_B.device)
+
+
+def ascending(slots_BKC: Tensor) -> Tensor:
+    """Lists in the order that attention takes: int32, ascending, `NOT_LISTED` behind the last slot."""
+    beyond = torch.iinfo(torch.int32).max
+    slots_BKC = torch.where(slots_BKC >= 0, slots_BKC, beyond).to(torch.int32).sort(dim=-1).values
+    return torch.where(slots_BKC < beyond, slots_BKC, NOT_LISTED)
+
+
+def block_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
+    """Which rows of a plan belong to active blocks, bool [R]; padding rows do not."""
+    rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
+    return (plan.slots_R >= active.starts_B[plan.sequence_R]) & (rows_R < plan.cu_rows_B1[-1])
+
+
+def scheduled_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
+    """Which rows store tokens that the host scheduled, bool [R]: prompts, and clean blocks it knows of."""
+    rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
+    is_stored_R = (plan.slots_R < active.starts_B[plan.sequence_R]) & (rows_R < plan.cu_rows_B1[-1])
+    if active.num_scheduled_B is None:
+        return is_stored_R
+    number_R = rows_R - plan.cu_rows_B1[plan.sequence_R]
+    return is_stored_R & (number_R < active.num_scheduled_B[plan.sequence_R])
+
 
 Side = Literal["kv", "rows"]
 

@@ -19,8 +19,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
-from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
+from idlm.infer.sparse.accelerator import (
+    NOT_LISTED,
+    AttentionLists,
+    KVPass,
+    PassView,
+    RowSelection,
+    RowsPass,
+    ascending,
+)
 from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
 from idlm.kernels.paged_attention import BackendPlan
 from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, keep_wanted

@@ -15,12 +15,13 @@ from idlm.errors import UserError
 from idlm.infer.sparse.accelerator import (
     ACCELERATORS,
     Accelerator,
+    AttentionLists,
     EngineSpec,
     KVAccelerator,
+    PassView,
     RowsAccelerator,
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import BackendPlan

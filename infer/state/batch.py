@@ -343,13 +343,12 @@ class Batch:
     `samples_B[b]` (bool): these are all that are due, so the pass also decodes. Under a KV policy without
     lookahead tokens the host may be late: the device knows what is due.
 
-    The rest is known to the host. Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens
-    that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
-    out in all, padding included; None: exactly those that are fed, which the host has to wait for. `filters`:
-    whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most likely tokens
-    to report for every token; None: no log-probabilities. `grammars`: those of the sequences that decode
-    (`masks.PassGrammars`); None: there are none. `payload`: what decoders of one kind need beside it:
-    `BlockLimits`, `CanvasLimits`, or None."""
+    Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens that are computed after the
+    pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay out in all, padding
+    included; None: exactly those that are fed, which the host has to wait for. `filters`: whether top-k,
+    top-p or min-p is used. `num_top`: most likely tokens to report for every token; None: no
+    log-probabilities. `grammars`: `masks.PassGrammars`, or None. `payload`: `BlockLimits`, `CanvasLimits`, or
+    None."""
 
     lanes_B: Tensor
     num_feed_B: Tensor
@@ -367,16 +366,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveBlocks:
-    """The block of `size` positions that each sequence is decoding. It begins at slot `starts_B`; all tokens
-    before it are final, or become final in this pass.
+    """The block of `size` positions that each sequence is decoding, from slot `starts_B` on; all tokens
+    before it are final, or become final in this pass, which feeds none, some or all of the block's rows.
 
-    A pass may feed none, some or all of the block's rows. `is_maskable_BW` (bool): masks that this pass may
-    decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
-    of the `num_steps_B` that its quota allows. `num_scheduled_B`: tokens that the host scheduled to be stored
-    (the device may know one more clean block); None: all that are fed. `capacity`: as in `BlockLimits`, for
-    two blocks at least; sequences take it in the order of `num_waits_B`, the number of passes in a row in
-    which they waited, then those with few rows first. `is_exact`: the host waits for the device to count
-    rows, so that no pass has more than it needs. `demand`: what sequences need; None: all fit."""
+    `is_maskable_BW` (bool): masks that this pass may decide if their wanted rows have logits. `num_passes_B`
+    passes have decided something in the block so far, of the `num_steps_B` that its quota allows.
+    `num_scheduled_B`: tokens that the host scheduled to be stored (the device may know one more clean block);
+    None: all that are fed. `capacity`: as in `BlockLimits`; sequences take it in the order of `num_waits_B`,
+    the number of passes in a row in which they waited, then those with few rows first. `is_exact`: the host
+    waits for the device to count rows. `demand`: what sequences need; None: all fit."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -392,13 +390,11 @@ class ActiveBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedCanvases:
-    """What a plan with whole canvases adds. `takes_best`: the decoder first reads `WantedRows.best`, and
-    logits only if there is none. `logit_group`: so many wanted rows, one after the other, make one
-    prediction.
+    """What a plan with whole canvases adds. `takes_best`: the decoder first reads `WantedRows.best`.
+    `logit_group`: so many wanted rows, one after the other, make one prediction.
 
-    The plan may hold more sequences than the batch, after those of the batch: their further canvases.
-    Sequence b begins at slot `first_slots_B[b]` of its lane, rounded up to a whole page, and all its other
-    slots count from there; None: at 0."""
+    The further canvases of sequences follow those of the batch. Sequence b begins at slot `first_slots_B[b]`
+    of its lane, rounded up to a whole page, and its other slots count from there; None: at 0."""
 
     takes_best: bool = False
     first_slots_B: Tensor | None = None
@@ -416,17 +412,15 @@ class StepPlan:
     not stored. Row r is token `token_ids_R[r]` at rotary position `positions_R[r]`. Its key and value go to
     logical KV slot `slots_R[r]` of its sequence, and it sees the slots [0, limits_R[r]) and
     [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree, branch and full attention alike.
-    `is_mask_R` (bool) marks MASK rows, which a gated adapter applies to; None: there are none. Text may
-    contain the mask's id, so the ids alone do not tell.
+    `is_mask_R` (bool) marks MASK rows, which a gated adapter applies to (text may contain the mask's id);
+    None: there are none.
 
     Logits are wanted for `logit_rows_X` only. The wanted rows of a sequence follow one another from
     `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one. `samples_B` (bool): the
-    sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
-    tokens become computed ones; False for a sequence that has its full length. All other tensors are int64 on
-    the engine's device. `max_rows` (of one sequence) and `max_slots` are upper bounds known to the host; most
-    sequences have no more than `usual_rows`, if that is known, and one that feeds no prompt no more than
-    `decoding_rows`, if prompts are to be attended apart from such. `payload`: what decoders of one kind add:
-    `ActiveBlocks`, `FedCanvases`, or None."""
+    sequence decodes; the wanted rows of the others are ignored. `advances_B` (bool): its fed tokens become
+    computed ones. All other tensors are int64. `max_rows` (of one sequence) and `max_slots` are upper bounds
+    known to the host; most sequences have no more than `usual_rows`, and one that feeds no prompt no more
+    than `decoding_rows`, if that is known."""
 
     lanes_B: Tensor
     cu_rows_B1: Tensor
@@ -475,12 +469,10 @@ def row_columns(rows: Any) -> dict[str, Any]:
 class StepOutcome:
     """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
-    `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
-    accepted (None: there are no drafts). `logprobs`: those of the tokens, if the batch wants them: chosen
-    [B, J], ids and numbers of the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token
-    j of sequence b, and its logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are
-    not finite, so that they mean nothing; more where only the next drafts were: then nothing can follow the
-    tokens. All int64."""
+    Of its drafts `num_tested_B` were tested, until the first rejection, and `num_accepted_B` accepted.
+    `logprobs` of the tokens, if the batch wants them: chosen [B, J], ids and numbers of the likeliest [B, J,
+    K]; None: logits of wanted row first_logit_B[b] + j tell those of token j. `nonfinite_B`: 1 where tokens
+    were drawn from logits that are not finite; more where only the next drafts were. All int64."""
 
     token_ids_BJ: Tensor
     num_emitted_B: Tensor

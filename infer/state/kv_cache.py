@@ -24,11 +24,10 @@ StoreKind = Literal["layers", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasReuse:
-    """How passes over a canvas read keys and values that earlier passes stored and that may be stale.
-
-    The first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
-    every `interval`-th one from there (None: no further one). Between them at most `num_rows` positions after
-    the known tokens are fed (None: all of them), and `num_before` positions before those."""
+    """How passes over a canvas read keys and values that earlier passes stored and that may be stale. The
+    first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
+    every `interval`-th one from there. Between them at most `num_rows` positions after the known tokens are
+    fed (None: all of them), and `num_before` positions before those."""
 
     num_rows: int | None
     num_before: int
@@ -47,13 +46,12 @@ class KVWritePolicy:
     logits, emits at least one token, and stores what it emits but for the last. "block" stores whole groups
     of `block_size` tokens, counted from the first one, whose rows see one another; a decoding pass may emit
     nothing, and a later one stores what it emits. "none" stores nothing for later: every pass feeds the whole
-    canvas (prompt and answer) and computes its keys and values anew; with `reuse` some passes feed a part of
-    it and read what earlier passes have left of the rest.
+    canvas and computes its keys and values anew; with `reuse` some passes feed a part of it.
 
-    `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
-    takes the place of a sequence's decoding rows. `feeds_parts`: a pass may feed some rows of a block and not
-    the others. `has_drafts`: drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token
-    at most that a decoder can report which does not append; None: no log-probabilities."""
+    `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else in
+    place of them. `feeds_parts`: a pass may feed some rows of a block and not the others. `has_drafts`:
+    drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token that a decoder which does
+    not append can report; None: no log-probabilities."""
 
     kind: KVKind = "append"
     block_size: int = 1
@@ -142,10 +140,8 @@ TOKEN_BY_TOKEN = KVWritePolicy()
 
 
 class KVCache:
-    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
-
-    `shape`: layers of the model, S, K, H. `scales` [2, layers, K]: keys and values are divided by them when
-    they are stored and multiplied by them when they are read; None is 1."""
+    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset. `shape`: layers
+    of the model, S, K, H. `scales` [2, layers, K]: stored keys and values are divided by them; None is 1."""
 
     def __init__(
         self,
@@ -200,10 +196,8 @@ class KVCache:
 
 
 class CanvasCache(KVCache):
-    """One key and one value buffer that all layers share, for passes that compute all KV anew.
-
-    Each layer stores the keys and values of all rows before any row attends, and nothing reads them after
-    the layer: the memory of one layer is enough."""
+    """One key and one value buffer that all layers share, for passes that compute all KV anew: a layer stores
+    those of all rows before any row attends, and nothing reads them after the layer."""
 
     @staticmethod
     def num_buffers(num_layers: int) -> int:

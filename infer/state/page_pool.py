@@ -43,9 +43,8 @@ class PrefixCache:
     """Index of committed pages by content, which evicts the least recently used first.
 
     A page's key is sha256 over the key of the page before it and its own token ids: equal keys mean equal
-    text from the first token on, whatever prompts an attacker builds. A page is evictable when no lane holds
-    it. A lane that holds a page holds all pages before it and releases the last one first, so the page that
-    has been evictable for longest has no children: eviction never cuts off a branch."""
+    text from the first token on, whatever prompts an attacker builds. A lane that holds a page holds all
+    pages before it and releases the last one first, so eviction never cuts off a branch."""
 
     root = bytes(32)
     """The key before the first page of every text."""
@@ -140,10 +139,9 @@ class PagePool:
     """Which lanes hold which page. At all times free + evictable + held pages = all pages.
 
     Only the front pages of a lane can be shared: those that it got from the prefix cache or entered there. A
-    pass writes at or after a lane's KV pointer, so never into them. This holds for passes that were launched
-    before the host knew the pointer, and for those of a sequence that turns out to be finished: the device's
-    pointer is never behind the host's. Everything else that such passes write is in pages of that lane
-    alone, and the next holder of such a page writes after them."""
+    pass writes at or after a lane's KV pointer, so never into them, also if it was launched before the host
+    knew the pointer or that the sequence is finished: the device's pointer is never behind the host's. The
+    next holder of any other page writes after such passes."""
 
     def __init__(
         self,

@@ -18,11 +18,8 @@ from idlm.kernels.step_rows import Lanes, commit
 
 
 class SequenceState:
-    """Known tokens, KV progress, sampling settings and random stream of each lane.
-
-    `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the
-    first `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is
-    known but not computed."""
+    """Known tokens, KV progress, sampling settings and random stream of each lane. `num_known_Z` tokens are
+    final (the pending token included); the KV of the first `num_computed_Z` of them is in the cache."""
 
     def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
         def ints() -> Tensor:

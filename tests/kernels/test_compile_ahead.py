@@ -21,8 +21,8 @@ from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, step_on_meta
 from idlm.infer.runtime.graphs.shapes_ahead import ShapesAhead
+from idlm.infer.runtime.graphs.warm_up import compile_ahead, step_on_meta
 from idlm.infer.settings import check_options
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 from idlm.semantics import Semantics

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
-from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass, PassView
 from idlm.infer.sparse.row_reservation import RowReservation
-from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import BlockLimits, PassRows, StepPlan
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest

@@ -18,8 +18,7 @@ from torch import Tensor
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS
-from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass, PassView
 from tests.accelerator_reference import SlowLists, share_of, top
 from tests.block_reference import Sampling
 from tests.contracts.accelerators.cases import (

@@ -16,8 +16,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.accelerators.focus import Focus, FocusPass
 from idlm.infer.engine import Engine
-from idlm.infer.sparse.accelerator import RowSelection
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import PassView, RowSelection
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of

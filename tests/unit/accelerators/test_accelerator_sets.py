@@ -18,9 +18,8 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.infer.accelerators import prefix
 from idlm.infer.memory.base import Caching, MemoryDemand
-from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec, KVAccelerator
+from idlm.infer.sparse.accelerator import ACCELERATORS, AttentionLists, EngineSpec, KVAccelerator, PassView
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.backend import memory_bytes

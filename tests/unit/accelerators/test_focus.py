@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
-from idlm.infer.sparse.accelerator import EngineSpec
+from idlm.infer.sparse.accelerator import EngineSpec, PassView
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import ActiveBlocks, BlockDemand, PassRows, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import HeadShape

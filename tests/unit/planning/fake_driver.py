@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.infer.mosaic.driver import DriverError
+from idlm.infer.mosaic.arena import DriverError
 
 PAGE = 2 << 20
 

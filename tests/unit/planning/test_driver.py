@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from idlm.infer.mosaic.driver import CudaDriver, DriverError
+from idlm.infer.mosaic.arena import CudaDriver, DriverError
 
 SUCCESS, OUT_OF_MEMORY = (
     SimpleNamespace(name="CUDA_SUCCESS"),

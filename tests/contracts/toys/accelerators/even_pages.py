@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator, KVPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator, KVPass, PassView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from idlm.infer.sparse.accelerator import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.accelerator import (
+    ACCELERATORS,
+    BlockMemory,
+    PassView,
+    RowsAccelerator,
+    RowSelection,
+    RowsPass,
+)
 from idlm.kernels.row_compaction import by_row
 
 
