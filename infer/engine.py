@@ -11,6 +11,7 @@ worker, and only rank 0 has an engine.
 from __future__ import annotations
 
 import itertools
+import math
 import reprlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
@@ -40,6 +41,7 @@ from idlm.infer.runtime.worker import InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
+from idlm.text.detokenizer import answer_text
 
 
 @dataclass(slots=True)
@@ -426,7 +428,8 @@ class Engine:
 
     def _fails(self, request: Request, token_ids: list[int], nonfinite: int) -> bool:
         """Fail a request whose emission means nothing, or contradicts what it has emitted before."""
-        if nonfinite == 1 or (not request.token_ids and request.has_nonfinite_prompt):
+        is_bad_prompt = any(math.isnan(one.logprob) for one in request.prompt_logprobs)
+        if nonfinite == 1 or (is_bad_prompt and not request.token_ids):
             self._fail_nonfinite(request)
         elif request.contradicts(token_ids):
             again = decoded_otherwise(request.request_id, len(request.token_ids))
@@ -469,7 +472,8 @@ class Engine:
             answer.finish()
             text = answer.text
         else:
-            text = self._parts.decode(strip_stop_id(request.token_ids, request.stop_ids))
+            shown_ids = strip_stop_id(request.token_ids, request.stop_ids)
+            text = "" if self.tokenizer is None else answer_text(self.tokenizer, shown_ids)
         return request.complete(text, "lossy" if request.params.tau > 0 else self.exactness, error=error)
 
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:

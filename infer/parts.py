@@ -22,7 +22,6 @@ from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
-from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import encode_prompts
 
 Prompt = str | Sequence[int]
@@ -69,10 +68,6 @@ class EngineParts:
     def drops_rows(self) -> bool:
         """Whether passes may drop rows, and so have room for few of them (`PassRows`)."""
         return self.stack is not None and self.stack.rows is not None
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer; empty without a tokenizer."""
-        return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
 
     def samples(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, *, compiles: bool = True

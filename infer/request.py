@@ -3,7 +3,6 @@ that wait for a lane."""
 
 from __future__ import annotations
 
-import math
 import operator
 import reprlib
 from collections import Counter, deque
@@ -117,19 +116,10 @@ class Request:
         assert start <= num_known, f"{start=} {num_known=}"
         self.prompt_logprobs += logprobs[num_known - start :]
 
-    @property
-    def has_nonfinite_prompt(self) -> bool:
-        """Whether a log-probability of a prompt token is no number."""
-        return any(math.isnan(one.logprob) for one in self.prompt_logprobs)
-
     def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         if self.params.prompt_logprobs is None or self.index > 0:
             return None
         return (None, *self.prompt_logprobs)
-
-    def decode_again(self) -> None:
-        """Make all tokens of the answer unknown, to be decoded again."""
-        self.num_again, self.num_known = len(self.token_ids), len(self.prompt_ids)
 
     def contradicts(self, token_ids: Sequence[int]) -> bool:
         """Whether emitted tokens, as far as they are decoded again, differ from those emitted before."""

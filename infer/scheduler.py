@@ -80,8 +80,11 @@ class Scheduler:
         num_rows = self._num_rows(1) if policy.kind == "append" else 0
         schedule = Schedule(num_lookahead_tokens=policy.num_lookahead_tokens, num_decoding_rows=num_rows)
         self._num_left, is_stalled = None, False
-        self._commit_computed_pages()
         max_emitted = self._max_emitted
+        for request in self.running:
+            # What launched passes compute enters the prefix cache.
+            if request.num_computed >= request.page_end:
+                self._commit(request, request.num_computed)
         for request in self.running:
             longest = request.num_known + request.num_inflight * max_emitted
             if longest <= request.num_covered or self._covers(request, longest):
@@ -277,7 +280,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         request.num_computed = request.num_passes = request.num_covered = request.page_end = 0
         if self._decodes_again:
-            request.decode_again()
+            request.num_again, request.num_known = len(request.token_ids), len(request.prompt_ids)
 
     def _extend(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Reserve pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
@@ -311,12 +314,6 @@ class Scheduler:
         cache.counts.num_tokens += maximum
         cache.counts.num_hit_tokens += request.num_computed
         return True
-
-    def _commit_computed_pages(self) -> None:
-        """Enter what launched passes compute into the prefix cache."""
-        for request in self.running:
-            if request.num_computed >= request.page_end:
-                self._commit(request, request.num_computed)
 
     def _commit_scheduled_pages(self, schedule: Schedule, num_committed: int) -> int:
         """Enter what this very pass will compute, for requests that it admits later. Returns how many of the

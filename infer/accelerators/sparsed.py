@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
 from idlm.infer.sparse.accelerator import ACCELERATORS, PassView
@@ -54,14 +53,12 @@ class SparseD(PrefixAccelerator):
     def begin(self, view: PassView) -> PrefixPass:
         """Sequences at their last exact step rank."""
         has_set_B = self.sets.memory.knows(view)
-        is_last_B = view.active.num_passes_B >= self._num_exact(view.active.num_steps_B) - 1
+        share_B = view.active.num_steps_B.double() * self.config.exact_share - ROUNDING
+        num_exact_B = torch.ceil(share_B).long().clamp(min=1)
+        is_last_B = view.active.num_passes_B >= num_exact_B - 1
         return PrefixPass(
             view,
             self.sets,
             is_sparse_B=view.is_working_B & has_set_B,
             ranks_B=view.is_working_B & ~has_set_B & is_last_B,
         )
-
-    def _num_exact(self, num_steps_B: Tensor) -> Tensor:
-        share_B = num_steps_B.double() * self.config.exact_share - ROUNDING
-        return torch.ceil(share_B).long().clamp(min=1)

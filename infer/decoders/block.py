@@ -160,12 +160,12 @@ class BlockDecoder(Decoder):
             plan = without_dropped(plan, wanted.dropped)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
-        before = logprobs = None
+        logprobs = None
         if batch.num_top is not None:
-            before = self._scores.before(table, plan, self._is_read(table, plan))
+            self._scores.begin(table, plan, self._is_read(table, plan))
         emitted_BW, num_emitted_B = self._decide(table, plan, proposed)
-        if before is not None and (num_top := batch.num_top) is not None:
-            logprobs = self._scores.note(before, plan, logits_XV, proposed, num_emitted_B, num_top=num_top)
+        if batch.num_top is not None:
+            logprobs = self._scores.note(plan, logits_XV, proposed, num_emitted_B, num_top=batch.num_top)
         return StepOutcome(
             token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, nonfinite_B=nonfinite_B, logprobs=logprobs
         )

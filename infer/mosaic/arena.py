@@ -168,7 +168,8 @@ class PlainArena:
             return
         # The old tensor goes first: both at once would need up to twice the memory.
         self._base = self._allocate(0)
-        self._free_cached()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         try:
             self._base = self._allocate(num_bytes)
         except RuntimeError as error:
@@ -185,10 +186,6 @@ class PlainArena:
 
     def _allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def _free_cached(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 class MappedArena:

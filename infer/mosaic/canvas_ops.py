@@ -93,45 +93,33 @@ def _embed(run: CanvasPass, step: OpCall) -> None:
     torch.index_select(run.trunk.embed, 0, run.token_ids_R, out=x_RD)
 
 
-def _attention_norm(run: CanvasPass, step: OpCall) -> None:
-    [out] = step.op.writes
-    width = run.trunk.spec.width
-    norm_rows(run, run.rows(step, "x", width), run.layer(step).attention_norm, run.rows(step, out, width))
+def _norm(run: CanvasPass, step: OpCall) -> None:
+    """The norm before attention or before the FFN."""
+    [out], width, layer = step.op.writes, run.trunk.spec.width, run.layer(step)
+    weight_D = layer.mlp_norm if step.op.name == "ffn_norm" else layer.attention_norm
+    norm_rows(run, run.rows(step, "x", width), weight_D, run.rows(step, out, width))
 
 
-def _project(run: CanvasPass, step: OpCall, first_head: int, num_heads: int) -> Tensor:
-    """The product of the normed rows and some heads of the fused projection, at its position, [m, heads,
-    H]."""
-    spec, layer, (source, *_), [out] = run.trunk.spec, run.layer(step), step.op.reads, step.op.writes
-    heads = slice(first_head * spec.head_dim, (first_head + num_heads) * spec.head_dim)
-    out_mE = run.rows(step, out, num_heads * spec.head_dim)
+def _project(run: CanvasPass, step: OpCall) -> None:
+    """The product of the normed rows and the heads of q, k or v in the fused projection, at its position.
+
+    Then q and k are normed and rotated in place; cos and sin exist for a piece of rows only."""
+    trunk, layer, (source, *_), [out] = run.trunk, run.layer(step), step.op.reads, step.op.writes
+    spec, eps = trunk.spec, trunk.spec.norm_eps
+    first = {"q": 0, "k": spec.num_heads, "v": spec.num_heads + spec.num_kv_heads}[out]
+    end = first + (spec.num_heads if out == "q" else spec.num_kv_heads)
+    heads = slice(first * spec.head_dim, end * spec.head_dim)
+    out_mE = run.rows(step, out, heads.stop - heads.start)
     bias_E = None if layer.qkv_bias is None else layer.qkv_bias[heads]
     library_linear(run.rows(step, source, spec.width), layer.qkv[heads], bias_E=bias_E, out_RE=out_mE)
-    return out_mE.view(len(out_mE), num_heads, spec.head_dim)
-
-
-def _rotate(run: CanvasPass, step: OpCall, x_mYH: Tensor, first_head: int) -> None:
-    """Norm and rotate heads in place; cos and sin exist for a piece of rows only."""
-    trunk, norm_JH = run.trunk, run.layer(step).qk_norm
-    norm_YH = None if norm_JH is None else norm_JH[first_head : first_head + x_mYH.shape[1]]
+    if out == "v":
+        return
+    x_mYH = out_mE.view(len(out_mE), end - first, spec.head_dim)
+    norm_YH = None if layer.qk_norm is None else layer.qk_norm[first:end]
     for rows in pieces(len(x_mYH)):
         positions_m = run.positions_R[step.start + rows.start : step.start + rows.stop]
-        rope = make_rope(positions_m, trunk.inv_freq, scaling=trunk.spec.rope_scaling, dtype=x_mYH.dtype)
-        rotate_heads(x_mYH[rows], rope=rope, norm_YH=norm_YH, norm_eps=trunk.spec.norm_eps)
-
-
-def _q_proj(run: CanvasPass, step: OpCall) -> None:
-    _rotate(run, step, _project(run, step, 0, run.trunk.spec.num_heads), 0)
-
-
-def _k_proj(run: CanvasPass, step: OpCall) -> None:
-    spec = run.trunk.spec
-    _rotate(run, step, _project(run, step, spec.num_heads, spec.num_kv_heads), spec.num_heads)
-
-
-def _v_proj(run: CanvasPass, step: OpCall) -> None:
-    spec = run.trunk.spec
-    _project(run, step, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+        rope = make_rope(positions_m, trunk.inv_freq, scaling=spec.rope_scaling, dtype=x_mYH.dtype)
+        rotate_heads(x_mYH[rows], rope=rope, norm_YH=norm_YH, norm_eps=eps)
 
 
 def _attention(run: CanvasPass, step: OpCall) -> None:
@@ -159,11 +147,6 @@ def _add(run: CanvasPass, step: OpCall) -> None:
     run.rows(step, "x", width).add_(run.rows(step, source, width))
 
 
-def _ffn_norm(run: CanvasPass, step: OpCall) -> None:
-    width = run.trunk.spec.width
-    norm_rows(run, run.rows(step, "x", width), run.layer(step).mlp_norm, run.rows(step, "ffn_in", width))
-
-
 def _dense(run: CanvasPass, step: OpCall) -> tuple[DenseLayer, Tensor]:
     """The layer of a call and its gate and up rows [m, 2F]."""
     layer = run.layer(step)
@@ -187,16 +170,12 @@ def _activate(run: CanvasPass, step: OpCall) -> None:
 
 def _down(run: CanvasPass, step: OpCall) -> None:
     layer, gate_up_mE = _dense(run, step)
-    hidden_mF, out_mD = (
-        gate_up_mE[:, : layer.spec.ffn_width],
-        run.rows(step, "ffn_out", run.trunk.spec.width),
-    )
+    hidden_mF, out_mD = gate_up_mE[:, : layer.spec.ffn_width], run.rows(step, "ffn_out", run.trunk.spec.width)
     library_linear(hidden_mF, layer.down, bias_E=layer.down_bias, out_RE=out_mD)
 
 
 def _router(run: CanvasPass, step: OpCall) -> None:
-    experts = run.experts(step)
-    weight_ED = experts.router
+    weight_ED = run.experts(step).router
     logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
     x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
     for rows in pieces(len(x_mD)):
@@ -213,11 +192,9 @@ def _weights(run: CanvasPass, step: OpCall) -> Tensor:
 
 def _choose_experts(run: CanvasPass, step: OpCall) -> None:
     experts, ids_mC, weights_mC = run.experts(step), _ids(run, step), _weights(run, step)
-    weight_ED = experts.router
-    logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
+    logits_mE = run.rows(step, "router_logits", len(experts.router), dtype=experts.router.dtype)
     for rows in pieces(len(logits_mE)):
-        found_mC, found_weights_mC = route(logits_mE[rows], experts.moe, bias_X=experts.router_bias)
-        ids_mC[rows], weights_mC[rows] = found_mC, found_weights_mC
+        ids_mC[rows], weights_mC[rows] = route(logits_mE[rows], experts.moe, bias_X=experts.router_bias)
 
 
 def _sorted_pairs(run: CanvasPass, step: OpCall) -> tuple[Tensor, Tensor]:
@@ -276,14 +253,14 @@ def _logits(run: CanvasPass, step: OpCall) -> None:
 
 OPS: Mapping[str, Callable[[CanvasPass, OpCall], None]] = {
     "embed": _embed,
-    "attention_norm": _attention_norm,
-    "q_proj": _q_proj,
-    "k_proj": _k_proj,
-    "v_proj": _v_proj,
+    "attention_norm": _norm,
+    "q_proj": _project,
+    "k_proj": _project,
+    "v_proj": _project,
     "attention": _attention,
     "o_proj": _o_proj,
     "add": _add,
-    "ffn_norm": _ffn_norm,
+    "ffn_norm": _norm,
     "gate_up": _gate_up,
     "activate": _activate,
     "down": _down,

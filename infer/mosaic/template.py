@@ -10,10 +10,12 @@ writes, and barriers are needed only for results and for baselines; the layers a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from idlm.infer.mosaic.lifetimes import LENGTH, Graph, Lifetimes, Loop, Op, Size, Sizes, find_lifetimes
 
@@ -34,13 +36,12 @@ class OpCall:
     offsets: Mapping[str, int]
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Consecutive ops that run together, with their positions: one loop, or the ops between loops."""
 
     loop: Loop | None
     in_layers: bool
-    ops: list[tuple[int, Op]] = field(default_factory=list)
+    ops: list[tuple[int, Op]]
 
 
 class PassTemplate(Graph):
@@ -150,14 +151,8 @@ class PassTemplate(Graph):
 
     @cached_property
     def _groups(self) -> list[_Group]:
-        groups: list[_Group] = []
-        for position, op in enumerate(self.ops):
-            last = groups[-1] if groups else None
-            if last is None or last.loop != op.loop or last.in_layers != op.in_layers:
-                last = _Group(op.loop, op.in_layers)
-                groups.append(last)
-            last.ops.append((position, op))
-        return groups
+        groups = itertools.groupby(enumerate(self.ops), key=lambda each: (each[1].loop, each[1].in_layers))
+        return [_Group(*key, list(ops)) for key, ops in groups]
 
     @cached_property
     def _layer_groups(self) -> tuple[int, int]:

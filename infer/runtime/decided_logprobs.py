@@ -7,7 +7,6 @@ Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lane
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,17 +21,6 @@ MAX_TOP = 20
 """Alternatives of a token that are kept at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """The active blocks [B, W] before a pass decides: their tokens, which are decided, and whose proposals
-    the pass may use; `num_fixed_B` positions hold known tokens."""
-
-    tokens_BW: Tensor
-    decided_BW: Tensor
-    is_read_BW: Tensor
-    num_fixed_B: Tensor
-
-
 class DecidedScores:
     """Per lane, those of the tokens [Z, W] of the active block, and of the likeliest ones [Z, W, K]."""
 
@@ -45,30 +33,20 @@ class DecidedScores:
             blocks.tokens_ZW.new_zeros((*sizes, maximum), dtype=torch.float64),
         )
 
-    def before(self, table: SequenceState, plan: StepPlan, is_read_BW: Tensor) -> Before:
-        """What `note` compares with."""
-        return Before(
-            tokens_BW=self._blocks.tokens_ZW[plan.lanes_B],
-            decided_BW=self._blocks.is_decided_ZW[plan.lanes_B],
-            is_read_BW=is_read_BW,
-            num_fixed_B=table.num_known_Z[plan.lanes_B] % self._shape.size,
-        )
+    def begin(self, table: SequenceState, plan: StepPlan, is_read_BW: Tensor) -> None:
+        """Remember the active blocks before a pass decides, which may use the proposals of `is_read_BW`."""
+        lanes_B, blocks = plan.lanes_B, self._blocks
+        self._before = blocks.tokens_ZW[lanes_B], blocks.is_decided_ZW[lanes_B], is_read_BW
+        self._num_fixed_B = table.num_known_Z[lanes_B] % self._shape.size
 
     def note(
-        self,
-        before: Before,
-        plan: StepPlan,
-        logits_XV: Tensor,
-        proposed: Proposed,
-        num_emitted_B: Tensor,
-        *,
-        num_top: int,
+        self, plan: StepPlan, logits_XV: Tensor, proposed: Proposed, num_emitted_B: Tensor, *, num_top: int
     ) -> Logprobs:
         """Keep the numbers of what the pass has decided or rewritten; returns those of the emitted tokens."""
         lanes_B, blocks, wanted = plan.lanes_B, self._blocks, deciding(plan).wanted
-        tokens_BW = blocks.tokens_ZW[lanes_B]
+        (tokens_before_BW, decided_before_BW, is_read_BW), tokens_BW = self._before, blocks.tokens_ZW[lanes_B]
         decided_BW = blocks.is_decided_ZW[lanes_B] | (num_emitted_B > 0)[:, None]
-        is_new_BW = decided_BW & (~before.decided_BW | (tokens_BW != before.tokens_BW)) & before.is_read_BW
+        is_new_BW = decided_BW & (~decided_before_BW | (tokens_BW != tokens_before_BW)) & is_read_BW
         # The MASK is never predicted.
         logits_XV = logits_XV.clone()
         logits_XV[:, self._shape.mask_token_id] = -math.inf
@@ -78,13 +56,13 @@ class DecidedScores:
         for kept, values in zip(self._kept, scored, strict=True):
             is_new = is_new_BW if kept.ndim == 2 else is_new_BW[..., None]
             kept[lanes_B] = torch.where(is_new, values[number_BW], kept[lanes_B])
-        return self._emitted(before, lanes_B, num_top=num_top)
+        return self._emitted(lanes_B, num_top=num_top)
 
-    def _emitted(self, before: Before, lanes_B: Tensor, *, num_top: int) -> Logprobs:
+    def _emitted(self, lanes_B: Tensor, *, num_top: int) -> Logprobs:
         """Those of the tokens after the fixed ones, [B, W]."""
         size = self._shape.size
         index_W = torch.arange(size, device=lanes_B.device)
-        positions_BW = (index_W + before.num_fixed_B[:, None]).clamp(max=size - 1)
+        positions_BW = (index_W + self._num_fixed_B[:, None]).clamp(max=size - 1)
         chosen_BW = self._kept.chosen[lanes_B].gather(1, positions_BW)
         positions_BW1 = positions_BW[..., None]
         ids_BWK = torch.take_along_dim(self._kept.top_ids[lanes_B], positions_BW1, dim=1)

@@ -50,13 +50,11 @@ class PassCosts:
         has_graph = not num_prompt_rows or index < len(self.graph_rows)
         if num_prompt_rows and has_graph:
             num_prompt_rows = self.graph_rows[index]
-        taken = self._computing(num_sequences * self.sequence_rows + num_prompt_rows)
+        num_rows = num_sequences * self.sequence_rows + num_prompt_rows
+        last, longest = self.by_rows[-1]
+        taken = longest + num_rows - last if num_rows > last else interpolated(self.by_rows, num_rows)
         taken += self.slot_rows * num_slots
         return taken if has_graph else max(taken, self.launch_rows)
-
-    def _computing(self, num_rows: int) -> float:
-        last, taken = self.by_rows[-1]
-        return taken + num_rows - last if num_rows > last else interpolated(self.by_rows, num_rows)
 
     def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:
         """The same with times by number of rows, and with what launching a pass takes. Those of fewer rows

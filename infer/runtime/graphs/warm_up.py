@@ -160,7 +160,9 @@ class _Work:
                 self.times[key] = step.seconds(shape)
         if is_cuda:
             torch.cuda.empty_cache()
-        measured = measured_shapes(self.shapes) if self._counts_rows() else []
+        # Else a pass does not take what its rows take: padding reaches no expert, and may be dropped.
+        counts_rows = parts.decoder.kv_policy.kind == "append" and parts.model.local.moe is None
+        measured = measured_shapes(self.shapes) if counts_rows else []
         for shape in itertools.islice(self._ordered(), MAX_CUDA_GRAPHS):
             if not self._may_continue():
                 return
@@ -188,10 +190,6 @@ class _Work:
         graph_rows = {shape.num_prompt_rows for shape in self.captured if shape.num_prompt_rows}
         costs = replace(scheduler.costs, graph_rows=tuple(sorted(graph_rows)))
         scheduler.costs = costs.measured(self.row_seconds, self.launch_seconds)
-
-    def _counts_rows(self) -> bool:
-        """Whether a pass takes what its rows take: padding reaches no expert, and may be dropped."""
-        return self.parts.decoder.kv_policy.kind == "append" and self.parts.model.local.moe is None
 
     def _ordered(self) -> Iterator[PassShape]:
         """The shapes to capture: those that are timed, then those of the modes that these times speak for."""
