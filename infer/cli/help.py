@@ -209,8 +209,8 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
-    from idlm.infer.mosaic.lifetimes import Sizes
     from idlm.infer.mosaic.planner import describe_plan
+    from idlm.infer.mosaic.template import Sizes
     from idlm.kernels.masked_logits import has_fused
 
     outline, _, decoder = _read(arguments)

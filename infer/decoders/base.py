@@ -53,6 +53,8 @@ class Decoder(ABC):
     """`max_tokens` of a request that gives none."""
     takes_constraints: ClassVar[bool] = False
     """Whether each token is drawn after all tokens before it, from logits that `Batch.grammars` masks."""
+    request_options: ClassVar[Sequence[str]] = ()
+    """Options that a request may set."""
     max_canvases: int = 1
     """Canvases that a pass feeds for one request at most."""
     exactness: str = "exact"
@@ -80,7 +82,18 @@ class Decoder(ABC):
 
     def configure(self, options: Mapping[str, Any]) -> Any:
         """The Config of a request; UserError IDLM-0453 for `decoder_options` that it cannot set."""
-        return request_config(self.name, self.config, options)
+        if not options:
+            return self.config
+        config = request_config(self.name, self.config, options, self.request_options)
+        try:
+            self.check_options(config, options)
+        except UserError as error:
+            raise UserError("IDLM-0453", error.message, fix=error.fix) from error
+        return config
+
+    def check_options(self, config: Any, options: Mapping[str, Any]) -> None:
+        """Raise UserError for a Config that a request's `options` make."""
+        return
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
@@ -172,10 +185,8 @@ def max_rows(decoder: Decoder, max_length: int) -> int:
     return max(rows_by_mode(decoder, max_length))
 
 
-def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
-    """`config` with a request's options, of which it may set the `allowed` ones; see `Decoder.configure`."""
-    if not options:
-        return config
+def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str]) -> Any:
+    """`config` with a request's options, of which it may set the `allowed` ones; UserError IDLM-0453."""
     problems = [
         f"decoder_options.{name} cannot be set by a request of decoder {decoder}{did_you_mean(name, allowed)}"
         for name in options

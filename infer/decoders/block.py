@@ -22,7 +22,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
 from idlm.infer.decoders.block_config import (
     NO_EDITS,
     REQUEST_OPTIONS,
@@ -59,6 +59,7 @@ class BlockDecoder(Decoder):
     name: ClassVar[str] = "block"
     Config: ClassVar[type] = BlockConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {"strategy": "sequential"}
+    request_options: ClassVar[Sequence[str]] = REQUEST_OPTIONS
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -110,13 +111,9 @@ class BlockDecoder(Decoder):
     def num_rows(self, mode: int, max_length: int) -> int:
         return self.shape.size
 
-    def configure(self, options: Mapping[str, Any]) -> BlockConfig:
-        """See `Decoder.configure`. A request cannot ask for edits in an engine whose passes make none."""
-        config: BlockConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
-        try:
-            check(config, self.shape.size, prefix="decoder_options.")
-        except UserError as error:
-            raise UserError("IDLM-0453", error.message, fix=error.fix) from error
+    def check_options(self, config: BlockConfig, options: Mapping[str, Any]) -> None:
+        """A request cannot ask for edits in an engine whose passes make none."""
+        check(config, self.shape.size, prefix="decoder_options.")
         warn_of_unread(config.strategy, self._strategy.reads, options, prefix="decoder_options.")
         if config.sure_edit < NO_EDITS and not self._edits:
             raise UserError(
@@ -124,7 +121,6 @@ class BlockDecoder(Decoder):
                 f"decoder_options.edit_threshold={config.edit_threshold!r}, but this engine has no edits",
                 fix="build it with decoder.edit_threshold= or decoder.mode=quality, or leave it out",
             )
-        return config
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device

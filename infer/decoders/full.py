@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_length, request_config
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_length
 from idlm.infer.decoders.full_config import (
     NO_FACTOR,
     NO_THRESHOLD,
@@ -82,6 +82,7 @@ class FullDecoder(Decoder):
     baseline_keeps: ClassVar[tuple[str, ...]] = (
         *("order", "block_length", "defer_eos", "forbid_eos", "guidance"),
     )
+    request_options: ClassVar[Sequence[str]] = REQUEST_OPTIONS
     # A whole canvas costs as many passes as it has positions: LLaDA's length, not that of a longest answer.
     default_max_tokens: ClassVar[int] = 128
 
@@ -120,14 +121,9 @@ class FullDecoder(Decoder):
     def num_canvases(self, params: SamplingParams) -> int:
         return NUM_CANVASES if params.decoder_options.get("guidance", self.config.guidance) > 0 else 1
 
-    def configure(self, options: Mapping[str, Any]) -> FullConfig:
-        config: FullConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
-        if options:
-            try:
-                check(config, self._order_name, self._kind, prefix="decoder_options.")
-            except UserError as error:
-                raise UserError("IDLM-0453", error.message, fix=error.fix) from error
-        return config
+    def check_options(self, config: FullConfig, options: Mapping[str, Any]) -> None:
+        """See `full_config.check`."""
+        check(config, self._order_name, self._kind, prefix="decoder_options.")
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         """Beside the options, the canvas: UserError IDLM-0470."""

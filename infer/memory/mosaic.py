@@ -13,8 +13,8 @@ from idlm.errors import UserError
 from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryDemand, MemoryPlan
 from idlm.infer.mosaic.canvas import workspace_bytes
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
-from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan
+from idlm.infer.mosaic.template import Sizes
 
 
 @MEMORY_MANAGERS.register("mosaic")

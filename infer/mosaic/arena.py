@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.mosaic.lifetimes import ceil_div
 from idlm.infer.mosaic.planner import ALIGNMENT
+from idlm.infer.mosaic.template import ceil_div
 from idlm.log import get_logger
 
 

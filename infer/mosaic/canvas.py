@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from idlm.infer.models.base import ModelSpec
-from idlm.infer.mosaic.lifetimes import WANTED, Size
+from idlm.infer.mosaic.template import WANTED, Size
 from idlm.infer.mosaic.trunk import TrunkShape
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 

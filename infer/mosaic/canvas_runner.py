@@ -24,8 +24,8 @@ from idlm.infer.mosaic.arena import Arena
 from idlm.infer.mosaic.canvas import canvas_shape, fused_head
 from idlm.infer.mosaic.canvas_ops import BestRows, CanvasPass, CanvasRows
 from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
-from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan
+from idlm.infer.mosaic.template import Sizes
 from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.model_runner import PassRunner
 from idlm.infer.settings import EngineSettings

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from idlm.errors import UserError
-from idlm.infer.mosaic.lifetimes import K_QUERY, Sizes, ceil_div
 from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, plan_template, storage_bytes
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import K_QUERY, PassTemplate, Sizes, ceil_div
 from idlm.infer.mosaic.trunk import TrunkShape, trunk_template
 
 MIN_CHUNK_ROWS = 512

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from idlm.infer.mosaic.lifetimes import WANTED, Lifetimes, Sizes, ceil_div
-from idlm.infer.mosaic.template import OpCall, PassTemplate
+from idlm.infer.mosaic.template import WANTED, Lifetimes, OpCall, PassTemplate, Sizes, ceil_div
 
 ALIGNMENT = 512
 

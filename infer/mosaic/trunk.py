@@ -13,8 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from idlm.infer.mosaic.lifetimes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Loop, Size
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import (
+    K_EXPERTS,
+    K_FFN,
+    K_LOGITS,
+    K_QUERY,
+    LENGTH,
+    WANTED,
+    Loop,
+    PassTemplate,
+    Size,
+)
 
 TOKEN_BYTES = 8
 CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4

@@ -21,7 +21,6 @@ from idlm.infer.decoders.base import Decoder
 from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
-from idlm.infer.sparse.accelerator import AttentionLists
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import (
     Batch,
@@ -225,9 +224,9 @@ class Runner(PassRunner):
         )
 
     def _plan_attention(
-        self, block_table_BP: Tensor, plan: StepPlan, lists: AttentionLists | None = None
+        self, block_table_BP: Tensor, plan: StepPlan, listed_B: Tensor | None = None, num_listed: int = 0
     ) -> BackendPlan:
-        """The attention plan that layers share: all of them, or those with `lists`."""
+        """The attention plan that layers share; with lists, `listed_B` (bool) see `num_listed` slots."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -240,9 +239,9 @@ class Runner(PassRunner):
             usual_rows=plan.usual_rows,
             few_rows=plan.decoding_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
-            starts_B=None if lists is None else lists.starts_B,
-            listed_B=None if lists is None else lists.listed_B,
-            num_listed=0 if lists is None else lists.num_listed,
+            starts_B=plan.active.starts_B if listed_B is not None and plan.active is not None else None,
+            listed_B=listed_B,
+            num_listed=num_listed,
         )
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)

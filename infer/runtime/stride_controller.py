@@ -37,11 +37,10 @@ class StepTimes:
     measured: Mapping[tuple[int, int], float]
     widths: tuple[int, ...]
     seconds_per_slot: float = 0.0
-    _by_mode: dict[int, list[Point]] = field(default_factory=dict, repr=False)
 
     def decoding(self, mode: int, num_sequences: int, num_slots: int = 0) -> float:
         """Seconds of a pass that only decodes, over `num_slots` tokens of context in all."""
-        width, points = self.widths[mode], self._points_of(mode)
+        width, points = self.widths[mode], self._by_mode.get(mode)
         if points and num_sequences <= points[-1][0]:
             seconds = interpolated(points, num_sequences)
         elif points:
@@ -56,11 +55,12 @@ class StepTimes:
         num_rows = num_sequences * self.widths[mode]
         return self._rows(num_rows + num_prompt_rows) - self._rows(num_rows)
 
-    def _points_of(self, mode: int) -> list[Point]:
-        if mode not in self._by_mode:
-            own = sorted((n, seconds) for (number, n), seconds in self.measured.items() if number == mode)
-            self._by_mode[mode] = [(float(n), seconds) for n, seconds in own]
-        return self._by_mode[mode]
+    @cached_property
+    def _by_mode(self) -> dict[int, list[Point]]:
+        found: dict[int, list[Point]] = {}
+        for (mode, num_sequences), seconds in sorted(self.measured.items()):
+            found.setdefault(mode, []).append((float(num_sequences), seconds))
+        return found
 
     @cached_property
     def _by_rows(self) -> list[Point]:

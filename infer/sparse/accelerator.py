@@ -30,16 +30,6 @@ from idlm.semantics import Semantics
 NOT_LISTED = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLists:
-    """What the plan of layers with lists has to know: where each sequence's block starts, which sequences see
-    lists (bool), and the width of lists."""
-
-    starts_B: Tensor
-    listed_B: Tensor
-    num_listed: int
-
-
 @dataclass(slots=True, kw_only=True)
 class PassView:
     """One pass. `plan` is what the decoder laid out; `rows_BW` follows what is still computed: the number,

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from idlm.infer.sparse.accelerator import (
     NOT_LISTED,
-    AttentionLists,
     KVPass,
     PassView,
     RowSelection,
@@ -47,7 +46,7 @@ class SparseKV:
         *,
         kv: KVPass | None,
         rows: RowsPass | None,
-        make_plan: Callable[[StepPlan, AttentionLists | None], BackendPlan],
+        make_plan: Callable[[StepPlan, Tensor | None, int], BackendPlan],
     ) -> None:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
         self._kv, self._rows, self._make_plan = kv, rows, make_plan
@@ -170,11 +169,6 @@ class SparseKV:
     def _plan(self, num_listed: int) -> BackendPlan:
         """The plan of attention over lists of `num_listed` slots, until rows are dropped."""
         if num_listed not in self._plans:
-            lists = None
-            if num_listed:
-                assert self._kv is not None
-                lists = AttentionLists(
-                    starts_B=self.view.active.starts_B, listed_B=self._kv.is_sparse_B, num_listed=num_listed
-                )
-            self._plans[num_listed] = self._make_plan(self.plan, lists)
+            listed_B = None if self._kv is None or not num_listed else self._kv.is_sparse_B
+            self._plans[num_listed] = self._make_plan(self.plan, listed_B, num_listed)
         return self._plans[num_listed]

@@ -15,7 +15,6 @@ from idlm.errors import UserError
 from idlm.infer.sparse.accelerator import (
     ACCELERATORS,
     Accelerator,
-    AttentionLists,
     EngineSpec,
     KVAccelerator,
     PassView,
@@ -26,9 +25,6 @@ from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import BackendPlan
 from idlm.kernels.row_compaction import find_index
-
-AcceleratorOptions = Mapping[str, Mapping[str, Any]]
-"""The options of each accelerator, by its name."""
 
 
 class AcceleratorStack:
@@ -81,9 +77,10 @@ class AcceleratorStack:
         page_size: int,
         slot_mapping_R: Tensor,
         scale: float,
-        make_plan: Callable[[StepPlan, AttentionLists | None], BackendPlan],
+        make_plan: Callable[[StepPlan, Tensor | None, int], BackendPlan],
     ) -> SparseKV | None:
-        """Start a sparse pass; None if the pass is exact. `make_plan` plans attention of a plan's rows."""
+        """Start a sparse pass; None if the pass is exact. `make_plan` plans attention
+        of a plan's rows, of which sequences (bool, or None) see lists of so many slots."""
         if plan.active is None:
             return None
         active = plan.active
@@ -112,7 +109,7 @@ class AcceleratorStack:
         return SparseKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
 
 
-def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
+def accelerator_configs(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Each accelerator's Config. UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
     problems: list[str] = []
     configs = {}

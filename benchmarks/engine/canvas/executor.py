@@ -21,9 +21,8 @@ from idlm.infer.mosaic import canvas, canvas_runner
 from idlm.infer.mosaic.arena import PLAIN, open_arena
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.chunking import Forward, trunk_forward
-from idlm.infer.mosaic.lifetimes import Op
 from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, storage_bytes
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import Op, PassTemplate
 from idlm.infer.mosaic.trunk import ATTENTION, TrunkShape, trunk_template
 from idlm.infer.state.batch import FedCanvases, StepPlan
 from idlm.infer.state.page_pool import PagePool

@@ -18,8 +18,8 @@ from idlm.infer.engine import Engine
 from idlm.infer.models.base import Shards
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.mosaic.canvas_ops import CanvasRows
-from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan, plan_template
+from idlm.infer.mosaic.template import Sizes
 from idlm.infer.runtime.graphs import cuda_graphs
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import WantedRows

@@ -14,9 +14,8 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.canvas_ops import CanvasPass
-from idlm.infer.mosaic.lifetimes import Sizes, relate
 from idlm.infer.mosaic.planner import ArenaPlan, plan_template
-from idlm.infer.mosaic.template import OpCall
+from idlm.infer.mosaic.template import OpCall, Sizes, relate
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows

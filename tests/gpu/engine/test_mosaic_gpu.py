@@ -18,8 +18,8 @@ from idlm.infer.engine import Engine
 from idlm.infer.mosaic.arena import MappedArena
 from idlm.infer.mosaic.canvas import library_bytes
 from idlm.infer.mosaic.canvas_ops import CanvasPass
-from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import plan_template
+from idlm.infer.mosaic.template import Sizes
 from idlm.infer.state.batch import WantedRows
 from idlm.kernels.masked_logits import has_fused
 from tests.kernels.cases.outputs import check_expert_steps, check_heads_in_place

@@ -18,7 +18,7 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.infer.accelerators import prefix
 from idlm.infer.memory.base import Caching, MemoryDemand
-from idlm.infer.sparse.accelerator import ACCELERATORS, AttentionLists, EngineSpec, KVAccelerator, PassView
+from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec, KVAccelerator, PassView
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
@@ -155,10 +155,11 @@ class World:
         return self.cache.values[layer, self.physical(b, range(num))]
 
 
-def make_plan(world: World, plan: StepPlan, lists: AttentionLists | None) -> Any:
+def make_plan(world: World, plan: StepPlan, listed_B: Tensor | None, num_listed: int) -> Any:
     of_lists: dict[str, Any] = {}
-    if lists is not None:
-        of_lists = {"starts_B": lists.starts_B, "listed_B": lists.listed_B, "num_listed": lists.num_listed}
+    if listed_B is not None:
+        assert plan.active is not None
+        of_lists = {"starts_B": plan.active.starts_B, "listed_B": listed_B, "num_listed": num_listed}
     return plan_attention(
         AttentionRows(
             cu_rows=plan.cu_rows_B1,

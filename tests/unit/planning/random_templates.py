@@ -11,9 +11,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Op, Size, Sizes
 from idlm.infer.mosaic.planner import ALIGNMENT, ArenaPlan
-from idlm.infer.mosaic.template import OpCall, PassTemplate
+from idlm.infer.mosaic.template import LENGTH, WANTED, Loop, Op, OpCall, PassTemplate, Size, Sizes
 
 
 class Corrupted(AssertionError):

@@ -12,7 +12,7 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.mosaic.arena import AUTO, MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
-from idlm.infer.mosaic.lifetimes import Sizes
+from idlm.infer.mosaic.template import Sizes
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
 from tests.unit.planning.shapes import LLADA_8B
 

@@ -18,9 +18,8 @@ from idlm.infer.mosaic.chunking import (
     search,
     trunk_forward,
 )
-from idlm.infer.mosaic.lifetimes import K_QUERY, LENGTH, WANTED, Loop, Size, Sizes
 from idlm.infer.mosaic.planner import ArenaPlan, plan_template
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import K_QUERY, LENGTH, WANTED, Loop, PassTemplate, Size, Sizes
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.random_templates import random_template
 from tests.unit.planning.shapes import LLADA_8B, SHAPES

@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, forward_of
 from idlm.infer.mosaic.chunking import Forward, search, trunk_forward
-from idlm.infer.mosaic.lifetimes import Lifetimes, Sizes
 from idlm.infer.mosaic.planner import ArenaPlan, first_fit, live_bytes, orders, plan_template, storage_bytes
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import Lifetimes, PassTemplate, Sizes
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.oracle import minimum_peak
 from tests.unit.planning.random_templates import check_positions, random_template, simulate

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from idlm.infer.mosaic.lifetimes import relate
 from idlm.infer.mosaic.planner import plan_template
+from idlm.infer.mosaic.template import relate
 from tests.unit.planning.random_templates import Corrupted, check_positions, random_template, simulate
 
 NUM_GRAPHS, NUM_PARTS = 10_000, 4

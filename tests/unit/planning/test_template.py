@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Size, Sizes
 from idlm.infer.mosaic.planner import plan_template
-from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.template import LENGTH, WANTED, Loop, PassTemplate, Size, Sizes
 
 LOOP = Loop(name="loop", rows=LENGTH, chunks="k")
 ROW = Size(row_bytes=512)

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.engine.canvas.executor import forward_of
 from idlm.infer.mosaic.canvas import fused_head
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
-from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import ArenaPlan, describe_plan, plan_template
+from idlm.infer.mosaic.template import Sizes
 from idlm.infer.mosaic.trunk import trunk_template
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
