@@ -46,7 +46,6 @@ from idlm.infer.decoders.full_rows import (
     fed_canvases,
     guided,
     mixed_logits,
-    reuse_of,
     reused_positions,
     wanted_positions,
     whole_canvases,
@@ -60,7 +59,7 @@ from idlm.infer.state.batch import (
     fill_lanes,
     to_device,
 )
-from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.state.kv_cache import CanvasReuse, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import PASSES_BITS
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
@@ -80,7 +79,11 @@ class FullDecoder(Decoder):
         ("steps", "threshold", "factor", "cache", "cache_refresh")
     )
     baseline_keeps: ClassVar[tuple[str, ...]] = (
-        *("order", "block_length", "defer_eos", "forbid_eos", "guidance"),
+        "order",
+        "block_length",
+        "defer_eos",
+        "forbid_eos",
+        "guidance",
     )
     request_options: ClassVar[Sequence[str]] = REQUEST_OPTIONS
     # A whole canvas costs as many passes as it has positions: LLaDA's length, not that of a longest answer.
@@ -106,11 +109,12 @@ class FullDecoder(Decoder):
         self._stop_ids = [*semantics.stop_token_ids]
         self.modes = (StrideMode(stride=config.block_length or 1, strategy=order),)
         self._cache: Cache | None = None
+        self._reuse: CanvasReuse | None = None
         if config.cache is not None:
             self._cache, self.exactness = CACHES.get(config.cache, key="decoder.cache")(), "lossy"
-        self._reuse = reuse_of(
-            config.cache, block_length=config.block_length, interval=config.cache_refresh, shift=self._shift
-        )
+            self._reuse = self._cache.reuse(
+                block_length=config.block_length, interval=config.cache_refresh, shift=self._shift
+            )
         self.kv_policy = KVWritePolicy(kind="none", reuse=self._reuse)
         self.max_canvases = NUM_CANVASES if self._cache is None else 1
 
@@ -191,7 +195,10 @@ class FullDecoder(Decoder):
         lanes_B, known_B, ends_B, samples_B = (
             each_C[: len(batch.lanes_B)] for each_C in (lanes_C, known_C, ends_C, samples_C)
         )
-        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=limits.max_length)
+        index_W = torch.arange(min(limits.max_length, self._width), device=known_B.device)
+        in_block_BW = index_W < self._sizes(known_B, ends_B)[:, None]
+        is_decided_BW = self.is_decided_ZW[lanes_B, : len(index_W)]
+        is_maskable_BW = in_block_BW & samples_B[:, None] & ~is_decided_BW
         sequence_X, index_X = wanted_positions(is_maskable_BW, is_exact=batch.num_rows is None)
         wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + index_X - self._shift)
         plan = StepPlan(
@@ -251,15 +258,6 @@ class FullDecoder(Decoder):
         refreshes_B = self._reuse.refreshes(self.num_passes_Z[lanes_B])
         is_fed_BL = refreshes_B[:, None] | reused_positions(self._cache, canvases, shift=self._shift)
         return fed_canvases(is_fed_BL & in_canvas_BL & samples_B[:, None], num_rows=batch.num_rows)
-
-    def _maskable(
-        self, known_B: Tensor, ends_B: Tensor, lanes_B: Tensor, samples_B: Tensor, *, width: int
-    ) -> Tensor:
-        """Masks of the active block, which begins after the known tokens, bool [B, W]."""
-        width = min(width, self._width)
-        index_W = torch.arange(width, device=known_B.device)
-        is_maskable_BW = index_W < self._sizes(known_B, ends_B)[:, None]
-        return is_maskable_BW & samples_B[:, None] & ~self.is_decided_ZW[lanes_B, :width]
 
     def _sizes(self, known_B: Tensor, ends_B: Tensor) -> Tensor:
         """Positions of the active block [B], at least 1. Whole blocks remain after the known tokens."""

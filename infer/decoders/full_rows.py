@@ -150,6 +150,14 @@ class Cache(ABC):
     keeps_suffix: ClassVar[bool] = False
     """Whether nothing after the active block is fed."""
 
+    def reuse(self, *, block_length: int | None, interval: int | None, shift: int) -> CanvasReuse:
+        """The numbers that scheduling counts with."""
+        return CanvasReuse(
+            num_rows=block_length if self.keeps_suffix else None,
+            num_before=shift,
+            interval=(interval or REFRESH_INTERVAL) if self.has_interval else None,
+        )
+
     @abstractmethod
     def feeds(self, canvases: Canvases) -> Tensor:
         """The positions to feed, bool [B, L]; the caller adds those before wanted masks of shifted logits."""
@@ -185,20 +193,6 @@ class Delayed(Cache):
 
     def feeds(self, canvases: Canvases) -> Tensor:
         return canvases.is_mask_BL | canvases.is_recent_BL
-
-
-def reuse_of(
-    name: str | None, *, block_length: int | None, interval: int | None, shift: int
-) -> CanvasReuse | None:
-    """The numbers of cache `name` that scheduling counts with; None without a cache."""
-    if name is None:
-        return None
-    kind = CACHES.get(name, key="decoder.cache")
-    return CanvasReuse(
-        num_rows=block_length if kind.keeps_suffix else None,
-        num_before=shift,
-        interval=(interval or REFRESH_INTERVAL) if kind.has_interval else None,
-    )
 
 
 def reused_positions(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:

@@ -70,15 +70,7 @@ class Worker:
         rewound = [*schedule.preempted, *schedule.resumed]
         new_lanes, rewound_lanes = ([lane_of(request) for request in part] for part in (new, rewound))
         if new:
-            parts.table.admit(
-                new_lanes,
-                [request.all_known_ids for request in new],
-                [request.params for request in new],
-                [request.index for request in new],
-                ends=[request.max_length for request in new],
-                steps=[request.num_steps for request in new],
-                computed=[request.num_computed for request in new],
-            )
+            parts.table.admit(new)
             parts.decoder.admit(new_lanes, [request.params for request in new])
         for request, lane in zip(rewound, rewound_lanes, strict=True):
             parts.table.rewind(lane, request.num_computed, request.num_known if request.num_again else None)

@@ -8,11 +8,13 @@ Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from idlm.contracts import SamplingParams
-from idlm.infer.state.batch import set_lanes, to_device
+from idlm.infer.request import Request
+from idlm.infer.state.batch import lane_of, set_lanes, to_device
 from idlm.kernels.sampling import Probs, row_probs, uniforms
 from idlm.kernels.step_rows import Lanes, commit
 
@@ -34,45 +36,28 @@ class SequenceState:
         self.num_known_Z, self.num_computed_Z = ints(), ints()
         self.ends_Z = ints()
         self.seeds_Z, self.samples_Z, self.steps_Z, self.top_k_Z = ints(), ints(), ints(), ints()
-        self.temperature_Z, self.top_p_Z, self.min_p_Z, self.tau_Z = (
-            floats(1),
-            floats(1),
-            floats(0),
-            floats(0),
-        )
+        self.temperature_Z, self.top_p_Z = floats(1), floats(1)
+        self.min_p_Z, self.tau_Z = floats(0), floats(0)
 
-    def admit(
-        self,
-        lanes: list[int],
-        known: list[list[int]],
-        settings: list[SamplingParams],
-        samples: list[int],
-        *,
-        ends: list[int],
-        steps: list[int] | None = None,
-        computed: list[int] | None = None,
-    ) -> None:
-        """Put sequences on free lanes; overwrites every field of the lanes.
-
-        `known` tokens: the prompt and what was emitted in `steps` sampling steps. `ends`: how many tokens
-        each may have in all. `computed`: how many have their KV in the lane's pages already."""
-        width = max(len(token_ids) for token_ids in known)
-        lanes_B = to_device(lanes, self.device)
-        padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Put requests on their lanes, of which it overwrites every field."""
+        lanes_B = to_device([lane_of(request) for request in requests], self.device)
+        width = max(request.num_known for request in requests)
+        padded = [[*request.all_known_ids, *[0] * (width - request.num_known)] for request in requests]
         self.tokens_ZL[lanes_B, :width] = to_device(padded, self.device)
         set_lanes(
             lanes_B,
-            (self.num_known_Z, [len(token_ids) for token_ids in known]),
-            (self.num_computed_Z, computed or [0] * len(lanes)),
-            (self.ends_Z, ends),
-            (self.steps_Z, steps or [0] * len(lanes)),
-            (self.samples_Z, samples),
-            (self.seeds_Z, [params.seed for params in settings]),
-            (self.temperature_Z, [params.temperature for params in settings]),
-            (self.top_k_Z, [params.top_k for params in settings]),
-            (self.top_p_Z, [params.top_p for params in settings]),
-            (self.min_p_Z, [params.min_p for params in settings]),
-            (self.tau_Z, [params.tau for params in settings]),
+            (self.num_known_Z, [request.num_known for request in requests]),
+            (self.num_computed_Z, [request.num_computed for request in requests]),
+            (self.ends_Z, [request.max_length for request in requests]),
+            (self.steps_Z, [request.num_steps for request in requests]),
+            (self.samples_Z, [request.index for request in requests]),
+            (self.seeds_Z, [request.params.seed for request in requests]),
+            (self.temperature_Z, [request.params.temperature for request in requests]),
+            (self.top_k_Z, [request.params.top_k for request in requests]),
+            (self.top_p_Z, [request.params.top_p for request in requests]),
+            (self.min_p_Z, [request.params.min_p for request in requests]),
+            (self.tau_Z, [request.params.tau for request in requests]),
         )
 
     def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:

@@ -23,6 +23,7 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES, RowLayout, layouts
 from idlm.infer.engine import Engine
+from idlm.infer.request import Request
 from idlm.infer.state.batch import Batch
 from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
@@ -138,11 +139,21 @@ class Replay:
             self.engine.pool.release(lane)
         for num_slots in (9, 30, 47):
             assert all(self.engine.pool.reserve(lane, num_slots) for lane in lanes)
-        params = [SamplingParams(seed=0)] * len(lanes)
-        self.engine.table.admit(
-            lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes, ends=[48] * len(lanes)
-        )
-        self.engine.decoder.admit(lanes, params)
+        params = SamplingParams(seed=0)
+        requests = [
+            Request(
+                request_id="r",
+                index=lane,
+                lane=lane,
+                prompt_ids=tokens.tolist(),
+                params=params,
+                stop_ids=frozenset(),
+                max_length=48,
+            )
+            for lane, tokens in enumerate(DOCUMENTS)
+        ]
+        self.engine.table.admit(requests)
+        self.engine.decoder.admit(lanes, [params] * len(lanes))
 
     def run(self, walk: int) -> None:
         """Prompts in chunks, then any layout at any pass, with any number of its drafts accepted."""

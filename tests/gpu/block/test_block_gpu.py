@@ -15,6 +15,7 @@ import torch
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
+from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
 from tests.contracts.block.test_block_decoder import LENGTHS, PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import (
@@ -118,8 +119,22 @@ def test_admission_does_not_wait_for_steps_in_progress(tmp_path: Path, decoder: 
     engine = build_engine(directory, decoder, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.table.admit([0, 2], [[1, 2], [3]], [SamplingParams(seed=1)] * 2, [0, 0], ends=[9, 9])
-        engine.decoder.admit([0, 2], [SamplingParams(seed=1)] * 2)
+        params = SamplingParams(seed=1)
+        engine.table.admit(
+            [
+                Request(
+                    request_id="r",
+                    index=0,
+                    lane=lane,
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    stop_ids=frozenset(),
+                    max_length=9,
+                )
+                for lane, prompt_ids in ((0, [1, 2]), (2, [3]))
+            ]
+        )
+        engine.decoder.admit([0, 2], [params] * 2)
         engine.table.rewind(2)
         engine.decoder.rewind([2])
     finally:
