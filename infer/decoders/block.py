@@ -31,9 +31,8 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import deciding, plan_blocks, without_dropped
+from idlm.infer.decoders.block_rows import MAX_TOP, DecidedScores, deciding, plan_blocks, without_dropped
 from idlm.infer.decoders.block_unmask import UNMASKINGS
-from idlm.infer.runtime.decided_logprobs import MAX_TOP, DecidedScores
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState

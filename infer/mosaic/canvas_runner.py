@@ -74,20 +74,12 @@ def resolve_canvases(
 
 
 class CanvasRunner(PassRunner):
-    """`capacity`: bytes that the workspace may have. `min_rows`: of a chunk."""
+    """`capacity`: bytes that the workspace may have."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        arena: Arena,
-        pool: PagePool,
-        *,
-        capacity: int,
-        min_rows: int = MIN_CHUNK_ROWS,
-    ) -> None:
+    def __init__(self, model: LoadedModel, arena: Arena, pool: PagePool, *, capacity: int) -> None:
         assert isinstance(model.trunk, DenseTrunk) and not model.trunk.is_adapted, type(model.trunk)
         self._trunk, self.arena, self.pool = model.trunk, arena, pool
-        self.capacity, self.min_rows = capacity, min_rows
+        self.capacity, self.min_rows = capacity, MIN_CHUNK_ROWS
         self.shape = canvas_shape(model.spec, model.dtype)
         self._templates = trunk_forward(self.shape)
         has_best = model.trunk.head_weight is not None

@@ -129,7 +129,7 @@ class DraftAcceptance:
         }
 
 
-def _rounded(chances: Sequence[float], shift: float = 0.0) -> tuple[float, ...]:
+def _rounded(chances: Sequence[float], shift: float) -> tuple[float, ...]:
     return tuple(round(256 * _shifted(chance, shift)) / 256 for chance in chances)
 
 

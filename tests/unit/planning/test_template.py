@@ -197,7 +197,6 @@ def test_a_mistake_in_a_template_is_found(mistake) -> None:
 
 def test_planning_imports_no_torch_and_no_numpy() -> None:
     modules = (
-        "lifetimes",
         "template",
         "trunk",
         "planner",
