@@ -4,11 +4,8 @@ decoding algorithm.
 Every sequence simply has known tokens that are not computed yet (a prompt has many; a decoding sequence has a
 pending token, or a block that has become clean), so prompts are chunked into the same passes as decoding.
 When pages run out, the youngest sequence gives all of its pages back and later recomputes what the prefix
-cache has lost by then; its tokens, drafts and random stream stay, so its answer does not change.
-
-KV from the prefix cache may have been computed by a pass of another shape (a prompt chunk, a pending token,
-an accepted draft): equal in mathematics, not always bit for bit. The same holds for a recomputation.
-"""
+cache has lost; its tokens, drafts and random stream stay, so its answer does not change. KV of another pass
+shape is equal in mathematics, not always bit for bit."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class EngineSettings:
         "most; full: all of them",
         "off",
     )
-    attention: str = option("back end of paged attention", "auto")
+    attention: Literal["auto", "triton", "torch"] = option("back end of paged attention", "auto")
     deterministic: bool = option(
         "logits of a row have the same bits whatever else is in the batch (Hopper GPU; Intel CPU in float32)",
         False,
@@ -243,8 +243,6 @@ def _engine_settings(values: dict[str, Any]) -> EngineSettings:
     """The settings from keywords, for which paths, torch dtypes and devices will do."""
     import torch
 
-    from idlm.kernels.paged_attention import BACKENDS
-
     if "accelerators" in values:
         values["accelerators"] = as_options(values["accelerators"])
     if isinstance(values.get("dtype"), torch.dtype):
@@ -254,12 +252,6 @@ def _engine_settings(values: dict[str, Any]) -> EngineSettings:
             values[name] = str(values[name])
     problems: list[str] = []
     settings = schema.build(EngineSettings, values, problems)
-    attention = values.get("attention", "auto")
-    if isinstance(attention, str) and attention not in ("auto", *BACKENDS):
-        problems.append(
-            f"attention={attention!r} is not one of auto, {', '.join(BACKENDS)}"
-            f"{did_you_mean(attention, BACKENDS)}"
-        )
     if problems:
         raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
     assert isinstance(settings, EngineSettings)

@@ -47,7 +47,7 @@ from idlm.kernels.block_step import (
     decide_blocks,
     positions_of,
 )
-from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
+from idlm.kernels.sampling import entropy, judged_draws, nonfinite
 from idlm.semantics import Semantics
 
 
@@ -185,14 +185,7 @@ class BlockDecoder(Decoder):
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )
         # Numbers belong to positions, so that no draw depends on which rows are wanted.
-        uniforms_BW = uniforms(
-            table.seeds_Z,
-            table.samples_Z,
-            active.draw_steps_B,
-            self.shape.size,
-            lanes_B=plan.lanes_B,
-            steps_by_lane=False,
-        )
+        uniforms_BW = table.uniforms(plan.lanes_B, self.shape.size, active.draw_steps_B)
         ids_X, confidence_X = judged_draws(
             probs,
             uniforms_BW.flatten()[wanted.positions_X],

@@ -62,7 +62,7 @@ from idlm.infer.state.batch import (
 from idlm.infer.state.kv_cache import CanvasReuse, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import PASSES_BITS
-from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
+from idlm.kernels.sampling import judged_draws, nonfinite
 from idlm.semantics import Semantics
 
 SCORE_BYTES = 24
@@ -270,14 +270,7 @@ class FullDecoder(Decoder):
         is_maskable_BW = active.is_maskable_BW
         samples_B = plan.samples_B[: len(lanes_B)]
         num_positions, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
-        uniforms_BW2 = uniforms(
-            table.seeds_Z,
-            table.samples_Z,
-            active.draw_steps_B,
-            2 * width,
-            lanes_B=lanes_B,
-            steps_by_lane=False,
-        ).view(-1, width, 2)
+        uniforms_BW2 = table.uniforms(lanes_B, 2 * width, active.draw_steps_B).view(-1, width, 2)
         ids_X, scores_X, bad_X = self._propose(table, batch, plan, wanted, uniforms_BW2[:, :, 0])
         flat_X = active.sequence_X * width + active.index_X
 
@@ -327,16 +320,7 @@ class FullDecoder(Decoder):
             if self.config.forbid_eos:
                 lowest = torch.finfo(logits_YV.dtype).min
                 logits_YV = logits_YV.index_fill(1, self._stop_ids_S, lowest)
-            probs = row_probs(
-                logits_YV,
-                temperature_Y,
-                table.top_k_Z[lane_Y],
-                table.top_p_Z[lane_Y],
-                table.min_p_Z[lane_Y],
-                filters=batch.filters,
-                forbidden_id=self._mask_token_id,
-                own=True,
-            )
+            probs = table.probs(logits_YV, lane_Y, batch.filters, forbidden_id=self._mask_token_id, own=True)
             ids_Y, confidence_Y = judged_draws(
                 probs, uniforms_X[rows].contiguous(), temperature_Y, always_own=self._kind.always_own
             )

@@ -52,12 +52,11 @@ class Quota:
 class Order(ABC):
     """The order in which masks are decided: largest score first, and by default as many as Dream's times say.
 
-    `always_own`: the confidence is under the model's own distribution, not under the request's (after
-    temperature and truncation). `has_threshold`: scores are probabilities, which a threshold can be compared
-    with. `is_random`: the score is a random number of the position, not a function of the distribution.
-    `reads`: what the score is a function of: the probability of the token, the entropy, or the whole row. The
-    latter two need copies of the logits, where logits are stored.
-    `flips`: only masks whose random number is below `flip_chance` are decided."""
+    `always_own`: the confidence is under the model's own distribution, not under the request's.
+    `has_threshold`: scores are probabilities. `is_random`: the score is a random number of the position.
+    `reads`: what the score is a function of; other than of the token's probability, it needs copies of the
+    logits, where these are stored. `flips`: only masks whose random number is below `flip_chance` are
+    decided."""
 
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = False

@@ -130,9 +130,8 @@ def _rows(num_B: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvases:
-    """Canvases as a pass finds them. `slot_L`: 0 .. L - 1. The active block of sequence b lies in
-    [known_B[b], block_ends_B[b]), and canvas b ends before ends_B[b]. Bool [B, L]: positions without a token
-    (`is_mask_BL`), and with one that the last pass has decided (`is_recent_BL`)."""
+    """Canvases as a pass finds them. The active block of sequence b lies in [known_B[b], block_ends_B[b]).
+    Bool [B, L]: positions without a token (`is_mask_BL`), and with one that the last pass has decided."""
 
     slot_L: Tensor
     known_B: Tensor

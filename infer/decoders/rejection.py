@@ -5,16 +5,11 @@ masks alone. `tree` draws drafts for that pass from the distributions that the r
 computed further on, with the masks on a branch that does not see them. `branch` hangs a group of masks on
 every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1; `branch_K`
 hangs K groups, on the pending token, on the last draft and evenly between them. `alternate` saves rows where
-they are dear: a pass that verifies feeds no masks, and the next one only drafts, for N rows. Any
-distribution that is known exactly when the draft is drawn is a valid q, hence all of them emit the AR law. So
-does leaving out drafts by a choice that does not look at them, which is how the stride changes.
-
-A `RowLayout` holds the rows of one step, relative to the pending token (row 0), and, for every count `a` of
-accepted drafts, the rows that the next drafts are drawn from. A `DraftLayout` stacks one for every buffer of
-drafts, so that planning and advancing are look-ups in tables. A sequence may change its layouts after any
-step. Shapes: Y draft buffers, W rows of the widest layout, A = num_masks + 1 possible counts of accepted
-drafts, J = num_masks drafts.
-"""
+they are dear: a pass that verifies feeds no masks, and the next one only drafts, for N rows. Any distribution
+that is known exactly when the draft is drawn is a valid q, hence all of them emit the AR law. So does leaving
+out drafts by a choice that does not look at them, which is how the stride changes; a sequence may change its
+layouts after any step. Shapes: Y draft buffers, W rows of the widest layout, A = num_masks + 1 possible
+counts of accepted drafts, J = num_masks drafts."""
 
 from __future__ import annotations
 
@@ -109,10 +104,8 @@ def _one_group(num_drafts: int, num_masks: int) -> RowLayout:
 @STRATEGIES.register("tree")
 class Tree(RejectionStrategy):
     """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in
-    as many rows.
-
-    After `a` of the m drafts from verification rows pass, the masks' distributions for the positions up to
-    the new pending token are used up, so num_masks - a drafts remain for the next step."""
+    as many rows. After `a` of the m drafts from verification rows pass, the masks' distributions up to the
+    new pending token are used up, so num_masks - a drafts remain for the next step."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Masks hang on the last draft from masks, or on the pending token beside other drafts."""
@@ -232,7 +225,7 @@ def draft_buffers(max_drafts: int) -> list[DraftBuffer]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """`[pending, draft_1 .. draft_m]` followed by groups of `num_masks` masks.
+    """Rows of one step: `[pending, draft_1 .. draft_m]`, then groups of `num_masks` masks.
 
     Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
     causally. `draft_rows[a]`: the rows that the next drafts are drawn from, in order, after exactly `a`

@@ -282,9 +282,7 @@ LOGITS, CHOICE = "logits", "choose_tokens"
 
 
 class CanvasRows(WantedRows):
-    """`hidden_RD` is the residual stream in the workspace, and `head` norms it first. All of it is valid
-    until the next pass.
-
+    """`hidden_RD` is the residual stream in the workspace, valid until the next pass; `head` norms it first.
     `steps`: the calls of the head, from which `proposals` gets its chunks."""
 
     def __init__(self, run: CanvasPass, steps: Sequence[OpCall], *, group: int = 1) -> None:
@@ -317,10 +315,9 @@ class CanvasRows(WantedRows):
 
 
 class BestRows(WantedRows):
-    """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
-    is valid until the next pass. Logits, if a request needs them, are outside of the plan.
-
-    `step`: the call of the head."""
+    """Rows of a pass planned for `WantedRows.best`, whose op is `step`. `hidden_RD` is in the workspace,
+    after the final norm, valid until the next pass. Logits, if a request needs them, are outside of the
+    plan."""
 
     def __init__(self, run: CanvasPass, step: OpCall) -> None:
         trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]

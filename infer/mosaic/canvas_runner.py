@@ -90,7 +90,7 @@ class CanvasRunner(PassRunner):
         self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False
     ) -> ArenaPlan:
         """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
-        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `FedCanvases`."""
+        UserError IDLM-0466."""
         key = num_rows, takes_best
         plan = self._plans.get(key)
         if plan is None or plan.sizes.wanted < num_wanted or plan.sizes.group < group:

@@ -19,9 +19,8 @@ ALIGNMENT = 512
 class ArenaPlan:
     """Offsets for one template at given sizes.
 
-    `offsets` and `num_bytes` by tensor (an alias has the offset of its target); `peak_bytes` is the size of
-    the workspace, `live_bytes` the most bytes that are alive at once (its lower bound), reached at
-    `template.ops[peak_op]`."""
+    `offsets` and `num_bytes` by tensor; `peak_bytes` is the size of the workspace, `live_bytes` its lower
+    bound: the most bytes that are alive at once, at `template.ops[peak_op]`."""
 
     template: PassTemplate
     sizes: Sizes
@@ -32,10 +31,8 @@ class ArenaPlan:
     peak_op: int
 
     def steps(self, wanted: int | None = None) -> Iterator[OpCall]:
-        """Yield the calls of one forward pass, with offsets.
-
-        `wanted`: the wanted rows of this pass, at most those of the plan. Chunks keep the planned number of
-        rows, so fewer wanted rows run in fewer chunks."""
+        """Yield the calls of one forward pass, with offsets. `wanted`: the wanted rows of this pass; chunks
+        keep the planned number of rows, so fewer rows run in fewer chunks."""
         sizes = self.sizes
         if wanted is not None:
             assert 0 <= wanted <= sizes.wanted, f"{wanted=}, planned for {sizes.wanted}"
@@ -82,11 +79,9 @@ def first_fit(
 
 
 def orders(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the orders in which storages are placed, the most successful one first.
-
-    Longest lives first: x lies at the bottom, and every region stacks its tensors on what outlives it. Then
-    by size, by size times life, and by first use. Ties go to the earlier first use, which is the best order
-    for tensors of one size (it colours an interval graph)."""
+    """Yield the orders in which storages are placed, the most successful one first: longest lives (x lies at
+    the bottom, and every region stacks its tensors on what outlives it), then size, size times life, and
+    first use. Ties go to the earlier first use, the best order for tensors of one size."""
     storages = lifetimes.storages
     by_start = sorted(range(len(storages)), key=lambda index: (storages[index].first, -num_bytes[index]))
     spans = [storage.last - storage.first + 1 for storage in storages]
@@ -126,9 +121,7 @@ MIB = 1 << 20
 
 
 def describe_plan(plan: ArenaPlan) -> str:
-    """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals.
-
-    The number before an op is its position in the template, counted over the ops as registered."""
+    """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals."""
     template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
     rows: list[tuple[str, ...]] = [HEADER]
     for name, size in template.tensors.items():

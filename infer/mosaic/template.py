@@ -208,9 +208,9 @@ def _check_chunks(template: PassTemplate, used: dict[str, list[int]], storages: 
 class OpCall:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `position` is the op's position in `template.ops`; `layer` is 0 outside the layers. `offsets` has the byte
-    offset of every tensor of the op; it is empty without a plan. A tensor with a chunk count starts at its
-    offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
+    `position` is the op's position in `template.ops`; `layer` is 0 outside the layers. `offsets`: byte
+    offsets of the op's tensors; empty without a plan. A tensor with a chunk count starts at its offset in
+    each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
 
     op: Op
     position: int
@@ -231,10 +231,10 @@ class _Group(NamedTuple):
 class PassTemplate:
     """The ops and tensors of one forward pass: a prologue, layers that are registered once, an epilogue.
 
-    A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
-    used outside the loop keeps its position for the whole loop: a slice of rows that one iteration writes
-    must survive the others. The same holds for the layers, which are a loop too. Registration ends with the
-    first question about lifetimes or steps; a mistake in a template is an AssertionError."""
+    A tensor that is used inside one iteration of a loop exists once, at chunk size. One that is also used
+    outside keeps its position for the whole loop: a slice of rows that one iteration writes must survive the
+    others. The layers are a loop too. Registration ends with the first question about lifetimes or steps; a
+    mistake is an AssertionError."""
 
     def __init__(self, name: str) -> None:
         self.name, self.num_layers = name, 1

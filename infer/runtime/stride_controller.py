@@ -1,12 +1,10 @@
 """Chooses the draft layout of the next step: the mode with the most tokens per second at this load.
 
 It uses measured acceptance and step times, never the values of drafts that are still to be tested; a sequence
-may therefore change its mode at any step without changing its sampling distribution.
-
-With `StepTimes` of a warm-up, which a file on disk keeps, the first choice is already informed, and what
-passes show corrects it: a factor for all modes at a load (clock, contexts), and one for each mode. Without,
-times are estimated from those of similar numbers of rows and every mode that looks best is tried.
-"""
+may therefore change its mode at any step without changing its sampling distribution. With `StepTimes` of a
+warm-up, which a file on disk keeps, the first choice is already informed, and what passes show corrects it: a
+factor for all modes at a load (clock, contexts), and one for each mode. Without, times are estimated from
+those of similar numbers of rows and every mode that looks best is tried."""
 
 from __future__ import annotations
 
@@ -169,11 +167,10 @@ class StepLoad:
 
 @dataclass(slots=True)
 class _Timing:
-    """Times of one mode at one size, over those of the warm-up if there are any.
-
-    The first is dropped if it may include compiling or capturing. The shortest of the others counts,
-    because disturbances only make a step longer. `correction`: what the mode takes beside the warm-up's time
-    more than the first mode at this size does."""
+    """Times of one mode at one size, over those of the warm-up if there are any. The first is dropped if it
+    may include compiling or capturing; the shortest of the others counts, because disturbances only make a
+    step longer. `correction`: what the mode takes beside the warm-up's time more than the first mode at this
+    size does."""
 
     num_seen: int = 0
     last_chosen: int = 0
@@ -188,9 +185,9 @@ class _Timing:
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
 
-    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up, and
-    `captured`: which passes have graphs (None: all), without which only the narrowest mode does. No trial
-    takes more than `max_slowdown` times as long as the best mode."""
+    `acceptance`: expected, by position, before any draft was tested. `times` of a warm-up, and `captured`:
+    which passes have graphs (None: all), without which only the narrowest mode does. No trial takes more than
+    `max_slowdown` times as long as the best mode."""
 
     def __init__(
         self,
@@ -221,8 +218,7 @@ class StrideController:
     def choose(self, load: StepLoad) -> int:
         """The mode, by number, for a step of such a load: the fastest, or one that is due for a trial.
 
-        After an out-of-memory error, use the narrowest layout so that no request is dropped, and for
-        `OOM_MEMORY_STEPS` only layouts with fewer rows than the step that failed."""
+        After an out-of-memory error the narrowest, and for `OOM_MEMORY_STEPS` only modes with fewer rows."""
         self._num_steps += 1
         number = self._choice(load)
         timing = self._timings.get((load.size, number))
@@ -300,8 +296,8 @@ class StrideController:
             self._correct(mode, load.size, timing)
 
     def _correct(self, mode: int, size: int, timing: _Timing) -> None:
-        """Attribute what differs from the warm-up: to the load if its first mode shows it, or one that has
-        run for a while; else to the mode."""
+        """Attribute what differs from the warm-up: to the load if its first mode shows it, else to the
+        mode."""
         leads = self._leaders.setdefault(size, mode) == mode
         if leads or timing.num_seen > 2 * NUM_KEPT_TIMES:
             self._drifts[size] = timing.minimum() / timing.correction
@@ -316,8 +312,7 @@ class StrideController:
         return self._acceptance.average()[position]
 
     def likely_modes(self, num_sequences: int) -> set[int]:
-        """The modes that are fastest at so many sequences, by the times known so far, for one or another
-        acceptance."""
+        """The modes that are fastest at so many sequences, by the times known so far, for some acceptance."""
         load, numbers = StepLoad(num_sequences=num_sequences), range(len(self._modes))
         seconds = [self.seconds(number, load) for number in numbers]
 
@@ -329,8 +324,7 @@ class StrideController:
         return {self._narrowest, *fastest}
 
     def _tokens(self, drafts: Sequence[tuple[float, float]]) -> list[float]:
-        """Expected tokens of a sequence and pass by mode, as the decoder computes them: the mean over
-        sequences."""
+        """Expected tokens of a pass by mode, the mean over sequences."""
         classes, sums = self._acceptance.classes(drafts), [0.0] * len(self._modes)
         for chances, count in classes.items():
             for number, mode in enumerate(self._modes):
@@ -339,8 +333,7 @@ class StrideController:
         return [value / total for value in sums]
 
     def seconds(self, number: int, load: StepLoad) -> float:
-        """Time of a step without its prompt rows: measured, or estimated by the warm-up's times, or from
-        steps with similar numbers of rows."""
+        """Time of a step without its prompt rows: measured, or estimated."""
         timing = self._timings.get((load.size, number))
         is_old = timing is None or self._num_timed - timing.last_timed > MAX_TIME_AGE
         if timing is not None and timing.ratios and not (is_old and self.times is not None):
@@ -372,9 +365,8 @@ class StrideController:
 
     def _estimated(self, size: int, num_rows: int) -> float:
         """From timed steps, of this size if there are any: proportional to the next one with more rows, and
-        at least that of one with fewer. Beyond all of them, `FREE_ROWS` more cost nothing.
-
-        Like a roofline this is optimistic; a mode that looks best is then tried and timed."""
+        at least that of one with fewer; `FREE_ROWS` beyond all of them cost nothing. Like a roofline this is
+        optimistic; a mode that looks best is then tried and timed."""
         timed = [key for key in self._timings if self._is_timed(*key)]
         own = [key for key in timed if key[0] == size]
         known = sorted((key[0] * self._widths[key[1]], self._timings[key].minimum()) for key in own or timed)
@@ -387,8 +379,7 @@ class StrideController:
 
     def _best_or_trial(self, size: int, best: int, ratios: Mapping[int, tuple[float, float]]) -> int:
         """The best mode, or one whose trial continues or is due. `ratios`: tokens and time of a pass over
-        those of the best mode. A trial tests the drafts of its own first pass, and no single disturbed step
-        decides it."""
+        those of the best mode. A trial takes several passes, so that no single disturbed step decides it."""
         since_trial, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
         if since_trial < TRIAL_PASSES and trial_size == size and tried in ratios:
             return tried

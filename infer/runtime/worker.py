@@ -1,11 +1,7 @@
-"""Executes schedules on one device: fills lanes, rewinds KV pointers and launches steps, whose results
-`InflightStep` copies to the host without waiting for them.
-
-A worker takes no decisions. With tensor parallelism each rank has one, and that of rank 0
-(`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
-Shapes: Z lanes, L tokens of the longest sequence, B sequences, J tokens that a pass can emit, K likeliest
-tokens.
-"""
+"""Executes schedules on one device, without decisions of its own: fills lanes, rewinds KV pointers and
+launches steps, whose results `InflightStep` copies to the host without waiting. With tensor parallelism that
+of rank 0 (`launcher.DriverWorker`) broadcasts each schedule to those of the others. Shapes: Z lanes, L tokens
+of the longest sequence, B sequences, J tokens that a pass can emit, K likeliest tokens."""
 
 from __future__ import annotations
 
@@ -124,16 +120,10 @@ class InflightStep:
 
     def demands(self) -> list[RowDemand]:
         """The rows that requests needed, in a pass for which some were reserved. After `counts`."""
+        needed = zip(self.samples, self._certain, self._rows, strict=True)
         return [
-            RowDemand(
-                samples=samples,
-                waited=waited > 0,
-                certain=certain,
-                rows=PassRows(fed=num_fed, kept=num_kept, head=num_wanted),
-            )
-            for samples, certain, (_, waited, num_wanted, num_fed, num_kept, *_) in zip(
-                self.samples, self._certain, self._rows, strict=True
-            )
+            RowDemand(samples, waited > 0, certain, PassRows(fed=num_fed, kept=num_kept, head=num_wanted))
+            for samples, certain, (_, waited, num_wanted, num_fed, num_kept, *_) in needed
         ]
 
     def logprobs(self) -> list[list[TokenLogprob]]:

@@ -1,10 +1,7 @@
 """Chooses how many rows a pass computes, from what earlier passes needed: rows of the head, and in passes
-that may drop rows (`PassRows`) also those that are embedded and those that are left after the drop.
-
-Only the device knows how many rows a pass needs. The host reserves the mean of recent passes and a margin
-that follows their spread. A sequence that exceeds the capacity waits for the next pass, which does not change
-its answer (`BlockLimits`).
-"""
+that may drop rows also those that are embedded and those that are left after the drop. Only the device knows
+how many a pass needs: the host reserves the mean of recent passes and a margin that follows their spread. A
+sequence that exceeds the capacity waits for the next pass, which does not change its answer."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from idlm.infer.state.batch import BlockLimits, PassRows, Schedule
 
@@ -87,11 +85,9 @@ class LateCounts:
         return math.ceil(self._chosen * num_sequences)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowDemand:
-    """Rows that one request needed in a pass, of which `certain` were known to be stored before. `samples`:
-    it decodes. A number of rows is 0 if the request `waited` before they were counted, or if they are not
-    counted."""
+class RowDemand(NamedTuple):
+    """Rows that one request needed in a pass, of which `certain` were known to be stored before; 0 if it
+    `waited` before they were counted. `samples`: it decodes."""
 
     samples: bool
     waited: bool

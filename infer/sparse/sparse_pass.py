@@ -1,14 +1,12 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
-The runner's side of `sparse/accelerator.py`. The rest of the engine knows rows as the decoder laid them out;
-here they get new numbers when some are dropped. The host has chosen all shapes before the pass (`PassRows`),
-so nothing waits for the device. The rows that are left end with padding. A sequence whose rows exceed the
-capacity decides nothing in this pass and comes first in the next. Only with graphs=off the host reads how
-many rows are left.
-Attention is one launch a layer: layers without lists share one plan, those with lists another.
-B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, H rows of the
-head (and head dim), N query heads, K KV heads, C listed slots.
-"""
+The rest of the engine knows rows as the decoder laid them out; here they get new numbers when some are
+dropped. The host has chosen all shapes before the pass (`PassRows`), so nothing waits for the device, but
+with graphs=off the host reads how many rows are left. These end with padding. A sequence whose rows exceed
+the capacity decides nothing in this pass and comes first in the next. Attention is one launch a layer: layers
+without lists share one plan, those with lists another. B sequences, R rows still computed, I rows after a
+drop, W positions of a block, X wanted rows, H rows of the head (and head dim), N query heads, K KV heads, C
+listed slots."""
 
 from __future__ import annotations
 

@@ -102,9 +102,11 @@ class SequenceState:
             own=own,
         )
 
-    def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:
-        """Random numbers [B, num_draws] (fp64) of each lane's current sampling step."""
-        return uniforms(self.seeds_Z, self.samples_Z, self.steps_Z, num_draws, lanes_B=lanes_B)
+    def uniforms(self, lanes_B: Tensor, num_draws: int, steps_B: Tensor | None = None) -> Tensor:
+        """Random numbers [B, num_draws] (fp64) of each lane's current sampling step, or of `steps_B`."""
+        by_lane = steps_B is None
+        numbers = self.seeds_Z, self.samples_Z, self.steps_Z if steps_B is None else steps_B
+        return uniforms(*numbers, num_draws, lanes_B=lanes_B, steps_by_lane=by_lane)
 
     def commit(
         self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor

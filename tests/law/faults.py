@@ -9,7 +9,7 @@ rows, V vocabulary, R rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -329,9 +329,9 @@ def drafts_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
 def random_steps_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     original = SequenceState.admit
 
-    def admit(self: SequenceState, lanes: list[int], *rest: Any, **steps: Any) -> None:
+    def admit(self: SequenceState, requests: Sequence[Request]) -> None:
         former = self.steps_Z.clone()
-        original(self, lanes, *rest, **steps)
+        original(self, requests)
         self.steps_Z.copy_(former)
 
     patch.setattr(SequenceState, "admit", admit)

@@ -4,13 +4,11 @@ Padding costs rows, not correctness: padding sequences use the spare lane and fe
 store no KV. On a CPU the padded pass runs without a graph, which is how it is tested.
 
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
-captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
-takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
-behind the passes before it. Passes with blocks use a larger graph until its padding has taken as long as a
-capture does. Those that may drop rows, whose shapes follow what earlier passes needed (`PassRows`), do so
-without a warm-up as well; there the graphs of the first passes, which are the largest, give way sooner. While
-no request waits, the shapes that ran eagerly or padded are captured (`capture_missed`).
-"""
+captured one with the fewest rows that holds it, if that has at most `eager_rows` rows; otherwise it runs
+eagerly, whose launches are hidden behind the passes before it. Passes with blocks use a larger graph until
+its padding has taken as long as a capture does, and so do those that may drop rows (`PassRows`) without a
+warm-up, where the graphs of the first passes, which are the largest, give way sooner. While no request waits,
+the shapes that ran eagerly or padded are captured."""
 
 from __future__ import annotations
 
@@ -47,10 +45,8 @@ MISSED_PASSES = 1.0
 
 class StaticStep:
     """A `Step` by schedule. With `captures` (needs a GPU) it captures the graph of a shape when it first sees
-    it; if it `is_warm`, only of one that keeps coming.
-
-    Beyond `MAX_CUDA_GRAPHS` a new graph replaces the least recently used one; ranks that run the same passes
-    replace the same ones."""
+    it; if it `is_warm`, only of one that keeps coming. Beyond `MAX_CUDA_GRAPHS` a new graph replaces the
+    least recently used one; ranks that run the same passes replace the same ones."""
 
     def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
         self._step, self._spare_lane, self.captures = step, spare_lane, captures
@@ -290,8 +286,8 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Graph:
-    """`columns` is what was last written to `columns_3B`. Of a graph that ends with hidden states the plan
-    and the wanted rows (`fed`) are kept, else the `result`."""
+    """`columns`: what was last written to `columns_3B`. It ends with a `result`, or with hidden states
+    (`fed`)."""
 
     graph: torch.cuda.CUDAGraph
     columns_3B: Tensor

@@ -33,10 +33,10 @@ def interpolated(points: Sequence[Point], at: float) -> float:
 class PassCosts:
     """Times of passes, in rows of a large pass that are computed in that time.
 
-    `by_rows`: numbers of rows, ascending, and the time of a pass that has so many: linear between them, and
-    beyond the last one a row each. `slot_rows`: the time to read a KV slot. `sequence_rows`: rows of a
-    sequence that decodes. `graph_rows`: prompt rows to which a pass is padded, ascending; with more than the
-    last one a pass is launched kernel by kernel, which takes `launch_rows`."""
+    `by_rows`: ascending numbers of rows, and the time of a pass that has so many: linear between them, then a
+    row each. `slot_rows`: to read a KV slot. `sequence_rows`: rows of a sequence that decodes. `graph_rows`:
+    prompt rows to which a pass is padded, ascending; with more it is launched kernel by kernel, which takes
+    `launch_rows`."""
 
     by_rows: tuple[Point, ...]
     slot_rows: float
@@ -57,8 +57,8 @@ class PassCosts:
         return taken if has_graph else max(taken, self.launch_rows)
 
     def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:
-        """The same with times by number of rows, and with what launching a pass takes. Those of fewer rows
-        than the weights are read beside do not tell what a row takes; without others nothing changes."""
+        """The same with times by number of rows, and with what launching a pass takes. Nothing changes if no
+        pass has more rows than the weights are read beside: they do not tell what a row takes."""
         points = sorted(seconds.items())
         if not points or points[-1][0] < 2 * STREAMED_ROWS:
             return self
@@ -71,7 +71,7 @@ class PassCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """Which passes of a decoder with several modes have graphs. `maximum`: sequences, by mode and prompt
-    rows. A pass of `eager_rows` rows computes as long as launching it without a graph takes."""
+    rows. A pass of `eager_rows` rows takes as long as launching it."""
 
     maximum: Mapping[tuple[int, int], int]
     eager_rows: int

@@ -173,10 +173,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
 def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy) -> int:
     """Blocks that get rows beside the decoding ones.
 
-    With fused commits that includes clean blocks the host does not know yet: as many as it knows of (the
-    device has stored those by now), but at least those of an eighth of the sequences, rounded up. A sequence
-    that finds no reserved row stores its block in its own rows and decides nothing in this step; unused rows
-    cost as much as used ones, unless passes drop them: then all sequences may store one."""
+    With fused commits as many as the host knows of, but at least those of an eighth of the sequences, for
+    clean blocks that it does not know yet. A sequence without a reserved row stores its block in its own rows
+    and decides nothing in this step; unused rows cost as much as used ones, unless passes drop them: then all
+    sequences may store one."""
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_scheduled = sum(schedule.num_feed) // kv_policy.block_size
@@ -184,7 +184,7 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
 
 
 def batch_sizes(width: int, maximum: int, max_rows: int) -> list[int]:
-    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `maximum` sequences and about
+    """Numbers of sequences, of `width` rows each, to capture graphs of: `maximum` at most, and about
     `max_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`."""
     sizes, size = [1], 1
     while size < maximum and size * width < max_rows:
@@ -198,8 +198,7 @@ def batch_sizes(width: int, maximum: int, max_rows: int) -> list[int]:
 
 
 def mixed_sizes(width: int, num_prompt_rows: int, maximum: int) -> list[int]:
-    """The same of passes with so many prompt rows, which count as well. Up to `FEW_ROWS` rows padding may add
-    a quarter."""
+    """The same of passes with so many prompt rows; up to `FEW_ROWS` rows padding may add a quarter."""
     sizes, size = list[int](), 0
     while size < maximum:
         num_rows = (size + 1) * width + num_prompt_rows
@@ -210,7 +209,6 @@ def mixed_sizes(width: int, num_prompt_rows: int, maximum: int) -> list[int]:
 
 
 def max_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
-    """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
-    count against the budget."""
+    """Rows beside the decoding ones that a pass lays out at most; each sequence's first block is free."""
     size = kv_policy.block_size
     return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

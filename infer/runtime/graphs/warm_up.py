@@ -58,9 +58,8 @@ def warm_up(
     parts: EngineParts, *, is_alone: bool, assemble: Callable[..., EngineParts] | None = None
 ) -> WarmUp:
     """Capture ahead what `parts` may need, as `warmup` of its settings says, and give the stride controller
-    the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile kernels first;
-    None: they are compiled as they are launched. Not `is_alone`: a rank of several, whose clock, memory and
-    files decide nothing (`EngineSettings.warms_up`)."""
+    the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile kernels first.
+    Not `is_alone`: a rank of several, whose clock, memory and files decide nothing."""
     step, settings, device = parts.step, parts.settings, parts.table.device
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
@@ -108,8 +107,8 @@ def warm_up(
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """A warm-up in progress: the `shapes` to capture, those that are `captured`, and those that are
-    `timed`, with `times` by the same keys. `row_seconds`: times of passes by their rows."""
+    """A warm-up in progress: the `shapes` to capture and those that are `captured` or `timed`, with `times`
+    by the same keys, and `row_seconds` of passes by their rows."""
 
     parts: EngineParts
     step: StaticStep
@@ -209,8 +208,7 @@ class _Work:
 
 
 def _needs_times(parts: EngineParts) -> bool:
-    """Whether a stride controller can use the times of passes without sequences. Padding reaches no expert,
-    so with experts such passes take about the same time at every size."""
+    """Whether times of passes without sequences help: padding reaches no expert."""
     return parts.stride_controller is not None and parts.model.local.moe is None
 
 
@@ -226,8 +224,7 @@ def _launch_seconds(step: StaticStep, shape: PassShape) -> float:
 
 
 def set_step_times(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
-    """Give the stride controller the times. The shortest pass reads all weights, and keys and values are read
-    as fast."""
+    """Give the stride controller the times. The shortest pass reads all weights; KV is read as fast."""
     controller, model = parts.stride_controller, parts.model
     assert controller is not None
     itemsize = 1 if parts.settings.kv_cache == "fp8" else model.dtype.itemsize
@@ -264,8 +261,8 @@ def is_plain(parts: EngineParts) -> bool:
 
 
 def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> StaticStep:
-    """The step of an engine like `parts` of one layer, on the meta device: its passes launch kernels of the
-    same variants. `assemble`: that of `infer/build.py`."""
+    """The step of an engine like `parts` of one layer on the meta device, whose kernels are the same
+    variants."""
     model, device = parts.model, torch.device("meta")
     spec = replace(model.spec, num_layers=1)
     trunk = make_trunk(spec, device=device, dtype=model.dtype)
@@ -278,9 +275,9 @@ def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> St
 
 
 def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:
-    """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch. `step` is
-    on the meta device and was made where kernels are `only_compiled`, as here. Returns the number of
-    variants that this process had not compiled yet."""
+    """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch; returns
+    the number of new variants. `step` is on the meta device, made where kernels are `only_compiled`, as
+    here."""
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
