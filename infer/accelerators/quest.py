@@ -47,24 +47,6 @@ class QuestConfig:
     exact_layers: int = 2
 
 
-class LayerBounds:
-    """Least and largest key per channel [L, C, K, H] of pieces of `size` slots. Pages of Quest and pages of
-    the engine both consist of whole pieces."""
-
-    def __init__(
-        self, shape: tuple[int, ...], size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.size = size
-        num_layers, num_pieces, *key = shape
-        # One more piece takes what is to be dropped.
-        minimum, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
-        self._min, self._largest = minimum, largest
-        self.minimum, self.largest = minimum[:, :-1], largest[:, :-1]
-
-    def layer(self, index: int) -> Bounds:
-        return Bounds(min_CKH=self._min[index], largest_CKH=self._largest[index], size=self.size)
-
-
 @ACCELERATORS.register("quest")
 class Quest(KVAccelerator):
     """Keeps bounds of the keys of each of the engine's pages, and nothing per lane."""
@@ -84,7 +66,7 @@ class Quest(KVAccelerator):
 
     def __init__(self, config: QuestConfig, spec: EngineSpec) -> None:
         super().__init__(config, spec)
-        # Slots of a piece.
+        # Slots of a piece: pages of Quest and pages of the engine both consist of whole ones.
         self.piece = math.gcd(config.page, spec.page_size)
         # Keys of eight bits are multiplied by a scale, which no narrower dtype can hold.
         stored = spec.heads.kv_dtype or spec.heads.dtype
@@ -97,13 +79,16 @@ class Quest(KVAccelerator):
         return keys * spec.heads.head_dim * self._dtype.itemsize
 
     def allocate_pages(self, num_pages: int) -> None:
-        spec = self.spec
-        num_pieces = num_pages * (spec.page_size // self.piece)
-        shape = (self._num_layers, num_pieces, spec.heads.num_kv_heads, spec.heads.head_dim)
-        self.bounds = LayerBounds(shape, self.piece, dtype=self._dtype, device=spec.device)
+        """Least and largest key of every piece of a page, by layer; one more takes what is to be dropped."""
+        spec, num_pieces = self.spec, num_pages * (self.spec.page_size // self.piece)
+        shape = (2, self._num_layers, num_pieces + 1, spec.heads.num_kv_heads, spec.heads.head_dim)
+        minimum, largest = torch.zeros(shape, dtype=self._dtype, device=spec.device)
+        self.bounds = [
+            Bounds(min_CKH=low, largest_CKH=high, size=self.piece) for low, high in zip(minimum, largest)
+        ]
 
     def begin(self, view: PassView) -> QuestPass:
-        return QuestPass(view, self.bounds, self.config)
+        return QuestPass(view, self.bounds, self.config, self.piece)
 
 
 class QuestPass(KVPass):
@@ -111,7 +96,7 @@ class QuestPass(KVPass):
 
     lists_ascend: ClassVar[bool] = True
 
-    def __init__(self, view: PassView, bounds: LayerBounds, config: QuestConfig) -> None:
+    def __init__(self, view: PassView, bounds: list[Bounds], config: QuestConfig, piece: int) -> None:
         super().__init__(view, is_sparse_B=view.is_working_B)
         self._bounds, self._config = bounds, config
         plan, device = view.plan, view.plan.slots_R.device
@@ -127,8 +112,8 @@ class QuestPass(KVPass):
             for is_stored_R in (is_final_R, is_scheduled_R)
         )
         # A piece is summarised once, by the first of its rows.
-        is_first_R = (plan.slots_R % bounds.size == 0) | (rows_R == plan.cu_rows_B1[plan.sequence_R])
-        max_pieces = min(num_rows, num_rows // bounds.size + 2 * num_sequences)
+        is_first_R = (plan.slots_R % piece == 0) | (rows_R == plan.cu_rows_B1[plan.sequence_R])
+        max_pieces = min(num_rows, num_rows // piece + 2 * num_sequences)
         rows_I = flagged(is_final_R & is_first_R, max_pieces)
         is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
         self._pieces = Pieces(
@@ -148,7 +133,7 @@ class QuestPass(KVPass):
             return
         ends_B = torch.where(view.waits_B, self._waiting_ends_B, self._ends_B)
         (keys_SKH, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
-        write_bounds(keys_SKH, scale_K, self._bounds.layer(index), self._pieces, ends_B, self._slots)
+        write_bounds(keys_SKH, scale_K, self._bounds[index], self._pieces, ends_B, self._slots)
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
@@ -157,7 +142,7 @@ class QuestPass(KVPass):
         scores_BKP = page_scores(
             q_RNH,
             view.rows_BW,
-            self._bounds.layer(index),
+            self._bounds[index],
             self._starts_B,
             self._slots,
             page=page,

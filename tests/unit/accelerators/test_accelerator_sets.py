@@ -320,7 +320,7 @@ def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
 def test_quest_reports_the_bytes_of_a_page() -> None:
     for page in (4, 6, 8, 16):
         quest: Any = accelerator_of("quest", page=page)
-        held = quest.bounds.minimum.nbytes + quest.bounds.largest.nbytes
+        held = sum(one.min_CKH[:-1].nbytes + one.largest_CKH[:-1].nbytes for one in quest.bounds)
         assert held == quest.page_bytes() * NUM_SEQUENCES * NUM_PAGES
     spec = dataclasses.replace(SPEC, num_layers=1)
     assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), spec).page_bytes() == 0
