@@ -317,12 +317,8 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     engine = build_engine(checkpoint, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
     controller, decoder = engine._stride_controller, engine.decoder
     assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
-    timed = shapes_ahead.ShapesAhead(
-        decoder=decoder,
-        max_sequences=engine.settings.max_sequences,
-        max_length=engine.table.max_length,
-        max_prompt_rows=1,
-    ).timed()
+    limits = {"max_sequences": engine.settings.max_sequences, "max_length": engine.table.max_length}
+    timed = shapes_ahead.ShapesAhead(decoder=decoder, **limits, max_prompt_rows=1).timed()
     others = captured[sum(shape in timed.values() for shape in captured) :]
     assert set(captured) - set(others) == set(captured) & set(timed.values()), (
         "those that are timed come first"
