@@ -377,40 +377,6 @@ def translate_memory_errors(device: torch.device) -> Iterator[None]:
         raise UserError("IDLM-0405", message, fix=MEMORY_FIX) from error
 
 
-def _memory_demand(
-    settings: EngineSettings,
-    model: LoadedModel,
-    decoder: Decoder,
-    sizes: _Sizes,
-    stack: AcceleratorStack | None,
-    is_canvas: bool,
-) -> MemoryDemand:
-    """The KV pages that full lanes could use, and the logits of the largest pass. Allocates the accelerators'
-    state of lanes, whose memory pages must not take."""
-    spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
-    num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
-    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
-    canvas = canvas_shape(spec, model.dtype) if is_canvas else None
-    if canvas is not None:
-        slot_bytes += canvas.x_bytes
-    max_pages = -(-sizes.max_slots // page_size) * settings.max_sequences
-    if policy.store == "shared":
-        # Canvases of one pass, each of which may leave part of a page unused.
-        num_canvases = sizes.num_canvases * settings.max_sequences
-        max_pages = min(max_pages, -(-sizes.decoding_rows // page_size) + num_canvases)
-    return MemoryDemand(
-        device=model.device,
-        page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
-        max_pages=max_pages,
-        transients={
-            LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=sizes.decoding_rows)
-        },
-        pass_bytes=0 if stack is None else stack.pass_bytes(),
-        canvas=canvas,
-        page_size=page_size,
-    )
-
-
 def _pool(
     settings: EngineSettings,
     model: LoadedModel,
@@ -420,13 +386,32 @@ def _pool(
     shards: Shards,
     memory: MemoryManager,
 ) -> tuple[PagePool, MemoryPlan]:
-    """The pool of KV pages, as many as the memory manager decides; accelerators allocate their state."""
-    demand = _memory_demand(settings, model, decoder, sizes, stack, plans_canvases(memory))
-    planned = MemoryPlan() if settings.num_pages and demand.canvas is None else memory.plan(demand)
+    """The pool of KV pages, as many as the memory manager decides. Accelerators allocate their state: that of
+    lanes first, whose memory pages must not take."""
+    spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
+    num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
+    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
+    canvas = canvas_shape(spec, model.dtype) if plans_canvases(memory) else None
+    slot_bytes += 0 if canvas is None else canvas.x_bytes
+    max_pages = -(-sizes.max_slots // page_size) * settings.max_sequences
+    if policy.store == "shared":
+        # Canvases of one pass, each of which may leave part of a page unused.
+        num_canvases = sizes.num_canvases * settings.max_sequences
+        max_pages = min(max_pages, -(-sizes.decoding_rows // page_size) + num_canvases)
+    logits = Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=sizes.decoding_rows)
+    demand = MemoryDemand(
+        device=model.device,
+        page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
+        max_pages=max_pages,
+        transients={LOGITS: logits},
+        pass_bytes=0 if stack is None else stack.pass_bytes(),
+        canvas=canvas,
+        page_size=page_size,
+    )
+    planned = MemoryPlan() if settings.num_pages and canvas is None else memory.plan(demand)
     if settings.num_pages is not None:
         num_bytes = settings.num_pages * demand.page_bytes
         _check_memory(f"num_pages={settings.num_pages}", num_bytes, model.device)
-    policy, page_size = decoder.kv_policy, settings.slots_per_page
     # KV of a block that a page splits depends on tokens after the page; `_page_size` warns of that.
     has_cache = settings.prefix_cache and policy.kind != "none" and page_size % policy.block_size == 0
     pool = PagePool(

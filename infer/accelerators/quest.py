@@ -139,14 +139,9 @@ class QuestPass(KVPass):
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if index < 0:
             return None
+        bounds, starts_B = self._bounds[index], self._starts_B
         scores_BKP = page_scores(
-            q_RNH,
-            view.rows_BW,
-            self._bounds[index],
-            self._starts_B,
-            self._slots,
-            page=page,
-            num_pages=self._num_pages,
+            q_RNH, view.rows_BW, bounds, starts_B, self._slots, page=page, num_pages=self._num_pages
         )
         num = min(-(-self._config.k // page), self._num_pages)
         pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)

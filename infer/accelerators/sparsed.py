@@ -52,13 +52,9 @@ class SparseD(PrefixAccelerator):
 
     def begin(self, view: PassView) -> PrefixPass:
         """Sequences at their last exact step rank."""
-        has_set_B = self.sets.memory.knows(view)
+        working_B, has_set_B = view.is_working_B, self.sets.memory.knows(view)
         share_B = view.active.num_steps_B.double() * self.config.exact_share - ROUNDING
         num_exact_B = torch.ceil(share_B).long().clamp(min=1)
         is_last_B = view.active.num_passes_B >= num_exact_B - 1
-        return PrefixPass(
-            view,
-            self.sets,
-            is_sparse_B=view.is_working_B & has_set_B,
-            ranks_B=view.is_working_B & ~has_set_B & is_last_B,
-        )
+        ranks_B = working_B & ~has_set_B & is_last_B
+        return PrefixPass(view, self.sets, is_sparse_B=working_B & has_set_B, ranks_B=ranks_B)

@@ -181,9 +181,8 @@ class BlockDecoder(Decoder):
             lanes_B, masks_BW = plan.lanes_B, self._positions(table, plan).masks_BW
             last_B = self._resizing.is_last(lanes_B, masks_BW, self.blocks.num_passes_Z[lanes_B])
             self._resizing.forbid(logits_XV, last_B[wanted.positions_X // self.shape.size])
-        probs = table.probs(
-            logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
-        )
+        forbidden_id = self.shape.mask_token_id
+        probs = table.probs(logits_XV, wanted.lanes_X, batch.filters, forbidden_id=forbidden_id)
         # Numbers belong to positions, so that no draw depends on which rows are wanted.
         uniforms_BW = table.uniforms(plan.lanes_B, self.shape.size, active.draw_steps_B)
         ids_X, confidence_X = judged_draws(

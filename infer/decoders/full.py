@@ -320,7 +320,7 @@ class FullDecoder(Decoder):
             if self.config.forbid_eos:
                 lowest = torch.finfo(logits_YV.dtype).min
                 logits_YV = logits_YV.index_fill(1, self._stop_ids_S, lowest)
-            probs = table.probs(logits_YV, lane_Y, batch.filters, forbidden_id=self._mask_token_id, own=True)
+            probs = table.probs(logits_YV, lane_Y, batch.filters, forbidden_id=self._mask_token_id)
             ids_Y, confidence_Y = judged_draws(
                 probs, uniforms_X[rows].contiguous(), temperature_Y, always_own=self._kind.always_own
             )

@@ -80,26 +80,17 @@ class SequenceState:
             self.num_known_Z[lane].fill_(num_known)
 
     def probs(
-        self,
-        logits_XV: Tensor,
-        lanes_B: Tensor,
-        filters: bool,
-        *,
-        forbidden_id: int | None = None,
-        own: bool = False,
+        self, logits_XV: Tensor, lanes_B: Tensor, filters: bool, *, forbidden_id: int | None = None
     ) -> Probs:
         """The distribution of each row under its request's settings; each sequence has X / B consecutive
-        rows. `forbidden_id`, `own`: see `row_probs`."""
+        rows. With a `forbidden_id`, also that at temperature 1 without filters (`own` of `row_probs`)."""
         return row_probs(
             logits_XV,
-            self.temperature_Z,
-            self.top_k_Z,
-            self.top_p_Z,
-            self.min_p_Z,
+            *(self.temperature_Z, self.top_k_Z, self.top_p_Z, self.min_p_Z),
             filters=filters,
             lanes_B=lanes_B,
             forbidden_id=forbidden_id,
-            own=own,
+            own=forbidden_id is not None,
         )
 
     def uniforms(self, lanes_B: Tensor, num_draws: int, steps_B: Tensor | None = None) -> Tensor:
