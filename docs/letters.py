@@ -6,6 +6,7 @@ A legend is a run of `LETTER meaning` in a module's docstring, as in "B sequence
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -30,13 +31,15 @@ def legend(text: str) -> list[tuple[str, str]]:
     return [(letter, meaning.strip()) for letter, meaning in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
+@functools.cache
 def legends() -> dict[str, list[tuple[str, str]]]:
     """The legend of every file that has one."""
     found = {}
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            read = legend(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
-            if read and not any(parent.is_symlink() for parent in path.parents):
+            if any(parent.is_symlink() for parent in path.parents):
+                continue
+            if read := legend(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""):
                 found[path.relative_to(ROOT).as_posix()] = read
     return found
 

@@ -195,10 +195,11 @@ def test_links_of_the_tree_are_relative(link: str, target: str) -> None:
 
 def names_in(name: str, text: str) -> list[str]:
     """Private names in Python code, which words of a text may be."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline) if name.endswith(".py") else ()
+    if not name.endswith(".py") or not any(map(NAMES.fullmatch, set(re.findall(r"\w+", text)))):
+        return []
     return [
         f"{name}:{token.start[0]}: {token.string}"
-        for token in tokens
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type == tokenize.NAME and NAMES.fullmatch(token.string)
     ]
 
@@ -207,10 +208,9 @@ def words_in(name: str, text: str) -> list[str]:
     """Lines of a file with words that do not belong there."""
     patterns = (PRIVATE, PERSONS, TRACES, MEASURED, *([CONSTANTS] if name.endswith(".py") else []))
     return names_in(name, text) + [
-        f"{name}:{number}: {word[0]}"
-        for number, line in enumerate(text.splitlines(), start=1)
+        f"{name}:{text.count(chr(10), 0, word.start()) + 1}: {word[0]}"
         for pattern in patterns
-        for word in pattern.finditer(line)
+        for word in pattern.finditer(text)
     ]
 
 
