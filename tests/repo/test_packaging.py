@@ -223,4 +223,4 @@ def test_both_commands_run_each_test_once() -> None:
     addopts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
     assert "-m 'not gpu and not multigpu and not sweep'" in addopts, "pytest alone is what `make test` runs"
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert ci.rstrip().endswith("exec make test")
+    assert ci.rstrip().endswith("exec make test-all")
