@@ -344,9 +344,9 @@ def test_bounds_are_those_of_stored_keys(toys: dict[str, Path], slow_answers: An
         expected_PFKH = slow.kv[layer][0][:num_stored].view_as(keys_PFKH)
         torch.testing.assert_close(keys_PFKH, expected_PFKH, atol=1e-4, rtol=1e-4)
         if layer >= 2:
-            bounds = quest.bounds  # type: ignore[union-attr]
-            assert torch.equal(bounds.minimum[layer - 2, pages], keys_PFKH.amin(1))
-            assert torch.equal(bounds.largest[layer - 2, pages], keys_PFKH.amax(1))
+            bounds = quest.bounds[layer - 2]  # type: ignore[union-attr]
+            assert torch.equal(bounds.minimum[pages], keys_PFKH.amin(1))
+            assert torch.equal(bounds.largest[pages], keys_PFKH.amax(1))
 
 
 @pytest.mark.sweep
