@@ -12,8 +12,7 @@ from benchmarks.models import MODELS
 from benchmarks.shared import Report, numbers
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.clients.generator import Record
-from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
+from idlm.infer.clients.loads import Load, Record, make_jobs, mixed_lengths
 
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""

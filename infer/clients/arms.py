@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
-from idlm.infer.clients.loads import Job, Load
+from idlm.infer.clients.loads import Job, Load, OnDone, Record, run_on_engine
 from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ class ServerArm:
         self.rounding = ROUNDING_OF_16_BITS
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
+        from idlm.infer.clients.http import run_on_server
+
         return run_on_server(self._server, load, on_done=on_done)
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -27,18 +27,23 @@ from idlm.cli.progress import Progress
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
+from idlm.infer.clients import arms
+from idlm.infer.clients.arms import Arm
 from idlm.infer.clients.config import BenchConfig, check_unused
 from idlm.infer.clients.loads import FIRST_ID, Load, load_prompts, make_jobs, mixed_lengths, poisson_arrivals
 from idlm.infer.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from idlm.infer.clients.arms import Arm
-
 
 LISTS = ("concurrency", "rate", "url")
 MIN_REQUESTS, WARM_TOKENS = 16, 32
 PARITY = {"num": 4, "num_prompt_tokens": 64, "num_tokens": 32}
 """Prompts of the parity gate, and the tokens of each prompt and answer."""
+RATE = "mean_output_throughput_tokens_per_s"
+HEADINGS = (
+    *("arm", "load", "at once", "done", "failed", "tok/s", "x first", "tok/pass"),
+    *("TTFT p50", "p95", "p99", "TPOT p50", "ITL p50", "p95", "p99"),
+)
+FILE_WIDTH = 200
+RANDOM_NOTE = ", after which drafts fail more often than in text (prompts=text or FILE)"
 
 
 class ArmPlan(NamedTuple):
@@ -62,7 +67,6 @@ def bench(arguments: list[str]) -> int:
     _check_plot(config.plot)
     with exclusive_output(config.output, overwrite=config.overwrite):
         rows = _measure_all(config, plan_arms(config, engine_arguments, words))
-    from idlm.infer.clients.bench import plot, print_table
 
     if config.plot is not None:
         plot(rows, config.plot)
@@ -86,16 +90,13 @@ def _check_plot(plot: str | None) -> None:
 
 def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[str]) -> list[ArmPlan]:
     """The arms, in order. Finds what can be wrong before a model is loaded."""
-    from idlm.infer.clients import arms
-
     options: dict[str, Any] = {"api_key": config.api_key, "timeout": config.timeout}
     if config.url:
         from idlm.infer.clients.http import Server
 
         servers = [Server(url, model=config.model, **options) for url in config.url]
-        running = [arms.ServerArm(server.address, server) for server in servers]
-        already_open: Any = nullcontext
-        return [ArmPlan(arm.name, partial(already_open, arm)) for arm in running]
+        running: list[Arm] = [arms.ServerArm(server.address, server) for server in servers]
+        return [ArmPlan(arm.name, partial(nullcontext[Arm], arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:
         maximum = max(config.concurrency)
         config = dataclasses.replace(config, max_num_seqs=maximum)
@@ -126,14 +127,8 @@ def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[
     if baseline is None:
         return [(decoder, chosen)]
     baseline = baseline.with_decoder(decoder, arguments.options)
-    plain = dataclasses.replace(
-        arguments,
-        decoder=baseline.decoder,
-        options=baseline.options,
-        settings={**arguments.settings, "accelerators": {}},
-    )
     is_same = baseline.is_decoder(decoder, arguments.options) and not arguments.settings["accelerators"]
-    return [(baseline.name, plain), *([] if is_same else [(decoder, chosen)])]
+    return [(baseline.name, baseline.arguments(arguments)), *([] if is_same else [(decoder, chosen)])]
 
 
 def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]:
@@ -209,17 +204,15 @@ def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
     """Compare greedy answers of an arm of ours with those of the first arm, kept in `first`; returns how many
     tokens were compared. None for an arm that makes no such promise: another server, another way of decoding
     than ar and isd, a lossy setting."""
-    from idlm.infer.clients.arms import check_parity, greedy_jobs
-
     is_comparable = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
     if not first:
         is_plain = is_comparable and arm.case["decoder"] == "ar"
-        first.append(arm.greedy(greedy_jobs(load.jobs, **PARITY)) if is_plain else None)
+        first.append(arm.greedy(arms.greedy_jobs(load.jobs, **PARITY)) if is_plain else None)
         return None
     if first[0] is None or not is_comparable:
         return None
-    answers = arm.greedy(greedy_jobs(load.jobs, **PARITY))
-    return check_parity(first[0], answers, rounding=arm.rounding)
+    answers = arm.greedy(arms.greedy_jobs(load.jobs, **PARITY))
+    return arms.check_parity(first[0], answers, rounding=arm.rounding)
 
 
 def measure(arm: Arm, load: Load) -> dict[str, Any]:
@@ -230,8 +223,7 @@ def measure(arm: Arm, load: Load) -> dict[str, Any]:
     short = [
         job.backwards(dataclasses.replace(job.params, max_tokens=WARM_TOKENS)) for job in load.jobs[:num]
     ]
-    rate = f"{load.rate:g}/s" if load.concurrency is None else f"C={load.concurrency}"
-    title = f"{arm.name} {rate}"
+    title = f"{arm.name} " + (f"{load.rate:g}/s" if load.concurrency is None else f"C={load.concurrency}")
     with Progress(f"{title} warm-up", total=len(short)) as progress:
         arm.run(Load("warm-up", short, concurrency=num), on_done=progress.update)
     with Progress(title, total=len(load.jobs)) as progress:
@@ -248,22 +240,8 @@ def _log(text: str) -> None:
 
 def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
     """Output tokens per second over those of the first arm under this load."""
-    rate = "mean_output_throughput_tokens_per_s"
     same = [each for each in rows if each["num_concurrency"] == row["num_concurrency"]]
-    return row[rate] / same[0][rate] if same and same[0][rate] else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-RATE = "mean_output_throughput_tokens_per_s"
-HEADINGS = (
-    *("arm", "load", "at once", "done", "failed", "tok/s", "x first", "tok/pass"),
-    *("TTFT p50", "p95", "p99", "TPOT p50", "ITL p50", "p95", "p99"),
-)
-FILE_WIDTH = 200
-RANDOM_NOTE = ", after which drafts fail more often than in text (prompts=text or FILE)"
+    return row[RATE] / same[0][RATE] if same and same[0][RATE] else None
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
@@ -281,9 +259,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
-    console.print(
-        "tok/s: output tokens; x first: over the first arm; tok/pass: per forward pass; times in ms"
-    )
+    units = "tok/s: output tokens; x first: over the first arm; tok/pass: per forward pass; times in ms"
+    console.print(units)
     console.print(f"prompts: {rows[0]['prompts']}{RANDOM_NOTE if rows[0]['prompts'] == 'random' else ''}")
 
 
@@ -333,3 +310,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         axes.minorticks_off()
         axes.legend()
     figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

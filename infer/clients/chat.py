@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,15 @@ from idlm.config import schema as schemas
 from idlm.config.compose import parse_value
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, check_text, read_arguments
+from idlm.infer.cli.config import EngineArguments, check_text, engine_name, read_arguments, require_tokenizer
+from idlm.infer.cli.prompts import check_system
 from idlm.infer.clients.config import ChatConfig, check_unused
+from idlm.infer.clients.view import Chunk, View, make_view, unechoed
+from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
-    from idlm.infer.clients.answers import Answerer
-    from idlm.infer.clients.view import View
+    from idlm.infer.clients.http import ServerAnswerer
+    from idlm.infer.engine import Engine
 
 COMMANDS = {
     "/reset": "start over; the system prompt stays",
@@ -46,30 +50,63 @@ def chat(arguments: list[str]) -> int:
     check_unused(config, engine_arguments)
     answerer = _answerer(config, engine_arguments)
     answerer.check_system(config.system)
-    from idlm.infer.clients.view import make_view
-
     return Chat(answerer, make_view(has_stats=config.stats), config.sampling, config.system).run()
 
 
-def _answerer(config: ChatConfig, arguments: EngineArguments) -> Answerer:
-    if config.url is not None:
-        from idlm.infer.clients.http import Server
+def _answerer(config: ChatConfig, arguments: EngineArguments) -> EngineAnswerer | ServerAnswerer:
+    if config.url is None:
+        return EngineAnswerer(arguments.load(is_shown=config.stats))
+    from idlm.infer.clients.http import Server, ServerAnswerer
 
-        server = Server(config.url, api_key=config.api_key, model=config.model)
-        from idlm.infer.clients.answers import ServerAnswerer
+    return ServerAnswerer(Server(config.url, api_key=config.api_key, model=config.model))
 
-        return ServerAnswerer(server)
-    engine = arguments.load(is_shown=config.stats)
-    from idlm.infer.clients.answers import EngineAnswerer
 
-    return EngineAnswerer(engine)
+class EngineAnswerer:
+    """An engine of this process. Raises UserError IDLM-0215 without a chat template."""
+
+    def __init__(self, engine: Engine) -> None:
+        require_tokenizer(engine.tokenizer, "a chat")
+        if not engine.tokenizer.chat_template:
+            raise UserError(
+                "IDLM-0215",
+                "a chat needs a chat template, and the checkpoint's tokenizer has none",
+                fix="add chat_template to tokenizer_config.json, or complete text with idlm-generate -p",
+            )
+        self._engine, self.name = engine, f"{engine_name(engine)}, {engine.exactness}"
+
+    def check_system(self, system: str | None) -> None:
+        """Raise UserError IDLM-0458 for a system prompt that the chat template cannot honour."""
+        check_system(self._engine.tokenizer, system)
+
+    def answer(
+        self, messages: list[dict[str, str]], params: SamplingParams, always: Collection[str]
+    ) -> Generator[Chunk]:
+        """Stream the next turn. `always`: settings that hold even if they are the defaults. Raises UserError;
+        KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of a pass, and the
+        engine goes on afterwards. Closing it aborts."""
+        engine = self._engine
+        prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
+        with closing(engine.stream(prompt, params)) as events:
+            for event in events:
+                accepted, tested = engine.draft_counts(event.request_id)
+                done, num_forwards = event.completion, None
+                if done is not None:
+                    accepted, tested = sum(done.accepted_by_position), sum(done.tested_by_position)
+                    num_forwards = done.num_forwards
+                yield Chunk(event.text, len(event.token_ids), num_forwards, accepted, tested)
+                if event.error is not None:
+                    raise event.error
 
 
 class Chat:
     """One conversation: its turns, its system prompt and its sampling settings."""
 
     def __init__(
-        self, answerer: Answerer, view: View, params: SamplingParams, system: str | None = None
+        self,
+        answerer: EngineAnswerer | ServerAnswerer,
+        view: View,
+        params: SamplingParams,
+        system: str | None = None,
     ) -> None:
         self._answerer, self._view, self._params, self._system = answerer, view, params, system
         self._messages: list[dict[str, str]] = []
@@ -104,8 +141,6 @@ class Chat:
         check_text("this turn", text)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         sent = [*self._messages, {"role": "user", "content": text}]
-        from idlm.infer.clients.view import unechoed
-
         answer = ""
         pieces = self._answerer.answer([*system, *sent], self._params, self._was_set)
         try:

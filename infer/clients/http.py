@@ -1,21 +1,27 @@
-"""OpenAI's interface from the side of a client: requests, streams, and what is wrong when there is no answer.
+"""OpenAI's interface from the side of a client: requests, streams, what is wrong when there is no answer, and
+the answers of a conversation and of a load.
 
 Needs httpx (extra `serve`). Requests carry only what differs from `SamplingParams()`, so that the defaults of
 a server hold and servers without our extensions understand them."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Generator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import KEY_VARIABLE
-from idlm.infer.clients.loads import Job
+from idlm.infer.clients.loads import Job, Load, OnDone, Record
+from idlm.infer.clients.view import Chunk
 
 try:
     import httpx
@@ -184,11 +190,6 @@ def sampling_fields(params: SamplingParams, always: Collection[str] = ()) -> dic
     return fields
 
 
-def deltas(chunk: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a chunk adds to each of its choices; chunks of other servers may lack choices or have null."""
-    return [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
-
-
 def draft_counts(usage: dict[str, Any]) -> tuple[int | None, int | None, int | None]:
     """Forward passes, accepted and tested drafts of an answer; None where the server does not say."""
     details = usage.get("completion_tokens_details") or {}
@@ -215,3 +216,103 @@ def _message(content: Any) -> str:
     """The words of an error in OpenAI's shape."""
     error = content.get("error", content) if isinstance(content, dict) else None
     return str(error.get("message", error)) if isinstance(error, dict) else str(error or "")
+
+
+class ServerAnswerer:
+    def __init__(self, server: Server) -> None:
+        self._server, self.name = server, f"{server.model} at {server.address}"
+
+    def check_system(self, system: str | None) -> None:
+        """Do nothing: the server refuses it with the turn."""
+
+    def answer(
+        self, messages: list[dict[str, str]], params: SamplingParams, always: Collection[str]
+    ) -> Generator[Chunk]:
+        """See `EngineAnswerer`. Raises UserError IDLM-0709 for what the server refuses."""
+        body, num_tokens, is_empty = self._server.chat_body(messages, params, always), 0, True
+        try:
+            with closing(self._server.stream("/chat/completions", body)) as chunks:
+                for chunk in chunks:
+                    usage = chunk.get("usage") or {}
+                    # Chunks of other servers may lack choices or deltas, or have null.
+                    deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
+                    text = "".join(delta.get("content") or "" for delta in deltas)
+                    total = usage.get("completion_tokens")
+                    is_empty = is_empty and not text
+                    if text or total is not None:
+                        yield Chunk(text, None if total is None else total - num_tokens, *draft_counts(usage))
+                        num_tokens = num_tokens if total is None else total
+        except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
+            raise no_answer(error) from error
+        if is_empty and num_tokens > 1:
+            raise no_answer(LookupError("the answer is reasoning alone: raise max_tokens"))
+
+
+def run_on_server(server: Server, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
+    """Records of a load on a server, in the order of the jobs."""
+    return asyncio.run(_run_on_server(server, load, on_done))
+
+
+async def _run_on_server(server: Server, load: Load, on_done: OnDone) -> list[Record]:
+    records: dict[int, Record] = {}
+    waiting, start = deque(enumerate(load.jobs)), time.perf_counter()
+
+    async def answer(client: httpx.AsyncClient, number: int, job: Job) -> None:
+        records[number] = await _answer(server, client, job)
+        on_done(len(records))
+
+    async def work() -> None:
+        # A client each, because httpx looks at all connections of a client for each request.
+        async with server.async_client() as client:
+            while waiting:
+                await answer(client, *waiting.popleft())
+
+    async def arrive(client: httpx.AsyncClient, number: int, job: Job) -> None:
+        await asyncio.sleep(start + load.arrivals[number] - time.perf_counter())
+        await answer(client, number, job)
+
+    async with server.async_client() as client, asyncio.TaskGroup() as group:
+        if load.concurrency is None:
+            for number, job in waiting:
+                group.create_task(arrive(client, number, job))
+        else:
+            for _ in range(min(load.concurrency, len(waiting))):
+                group.create_task(work())
+    return [records[number] for number in range(len(load.jobs))]
+
+
+async def _answer(server: Server, client: httpx.AsyncClient, job: Job) -> Record:
+    path, body = server.load_body(job)
+    record, usage = Record(time.perf_counter()), dict[str, Any]()
+    try:
+        async with asyncio.timeout(server.timeout):
+            async for chunk in stream(client, path, body):
+                if any(_has_tokens(choice) for choice in chunk.get("choices") or ()):
+                    record.times.append(time.perf_counter())
+                usage = chunk.get("usage") or usage
+        _count(record, usage)
+    except RequestFailure as failure:
+        record.error, record.error_code = str(failure), failure.status
+    except TimeoutError:
+        record.error = f"no whole answer after {server.timeout:g} s"
+    except (httpx.HTTPError, LookupError, TypeError, AttributeError) as error:
+        record.error = f"{type(error).__name__}: {error}"
+    record.end = time.perf_counter()
+    return record
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a choice of a chunk has tokens; a chat's first chunk may hold a role alone."""
+    delta = choice.get("delta") or {}
+    kinds = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return "text" in choice or any(map(delta.get, kinds))
+
+
+def _count(record: Record, usage: dict[str, Any]) -> None:
+    """Fill in what the server counted. Raises RequestFailure without it."""
+    if not usage.get("completion_tokens"):
+        problem = "the stream has no usage, or no tokens: stream_options.include_usage is needed"
+        raise RequestFailure(0, problem)
+    record.num_input_tokens = usage.get("prompt_tokens") or 0
+    record.num_output_tokens = usage["completion_tokens"]
+    record.num_forwards, record.num_accepted, record.num_tested = draft_counts(usage)

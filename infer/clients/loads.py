@@ -1,20 +1,27 @@
 """Loads: requests whose lengths are drawn, or whose prompts are text, and the times at which they arrive. The
-same numbers give the same load, for every arm."""
+same numbers give the same load, for every arm. An engine of this process answers one here, a server in
+`http.py`; a request that fails is a record with an error."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
 from idlm.infer.cli.prompts import PromptLine, read_prompts, text_prompts
 from idlm.tasks import TASKS
+
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
 
 FIRST_ID = 3
 """Lower ids are special tokens of many vocabularies."""
@@ -116,3 +123,73 @@ def _read(path: Path, fix: str) -> list[PromptLine]:
     if texts and texts[0].startswith("{"):
         return list(read_prompts(str(path), SamplingParams(), drop_last_turn=True, carry_keys=True))
     return list(text_prompts(texts, SamplingParams(), location=f"prompts={path}, prompt"))
+
+
+OnDone = Callable[[int], None]
+"""Called with the number of requests that are finished."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One request: when it was sent, when its chunks arrived (seconds of one clock), and the counts of the
+    server; those of passes and drafts are None for servers without them."""
+
+    start: float
+    times: list[float] = field(default_factory=list)
+    end: float = 0.0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_forwards: int | None = None
+    num_accepted: int | None = None
+    num_tested: int | None = None
+    error: str | None = None
+    error_code: int = 0
+
+
+def run_on_engine(
+    engine: Engine, load: Load, *, streams: bool = True, on_done: OnDone = lambda _: None
+) -> list[Record]:
+    """Records of a load on an engine. `streams`: answers become text as they come, as a server's do."""
+    waiting, records = deque(enumerate(load.jobs)), dict[str, Record]()
+    num_active = num_done = 0
+    start = time.perf_counter()
+    while waiting or num_active:
+        while waiting and _is_due(load, waiting[0][0], num_active, time.perf_counter() - start):
+            number, job = waiting.popleft()
+            name = f"load-{number}"
+            # In an open loop a request waits from its arrival on, also while a pass is under way.
+            begin = start + load.arrivals[number] if load.arrivals else time.perf_counter()
+            record = records[name] = Record(begin)
+            try:
+                engine.add_request(name, job.prompt, job.params, streams=streams)
+                num_active += 1
+            except UserError as error:
+                record.end, record.error = time.perf_counter(), str(error)
+                num_done += 1
+        if not num_active:
+            if waiting:
+                time.sleep(max(0.0, start + load.arrivals[waiting[0][0]] - time.perf_counter()))
+            continue
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            record = records[event.request_id]
+            if event.token_ids:
+                record.times.append(now)
+            if (done := event.completion) is not None:
+                record.end, record.error = now, done.error
+                record.num_input_tokens = done.num_prompt_tokens
+                record.num_output_tokens = len(done.token_ids)
+                record.num_forwards = done.num_forwards
+                record.num_accepted = sum(done.accepted_by_position)
+                record.num_tested = sum(done.tested_by_position)
+                num_active -= 1
+                num_done += 1
+        on_done(num_done)
+    return list(records.values())
+
+
+def _is_due(load: Load, number: int, num_active: int, seconds: float) -> bool:
+    if load.concurrency is not None:
+        return num_active < load.concurrency
+    return load.arrivals[number] <= seconds

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from idlm.infer.clients.generator import Record
-from idlm.infer.clients.loads import Load
+from idlm.infer.clients.loads import Load, Record
 
 PERCENTILES = (25, 50, 75, 90, 95, 99)
 

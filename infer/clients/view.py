@@ -13,17 +13,27 @@ import termios
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from idlm.infer.clients.answers import Chunk
-
 STYLES = ("cyan", "green", "yellow", "magenta")
 REFRESHES_PER_SECOND = 12
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that would let an answer command the terminal."""
+
+
+class Chunk(NamedTuple):
+    """What one pass emitted, and the forward passes and drafts of the answer so far; None is unknown (servers
+    report those at the end of an answer only)."""
+
+    text: str
+    num_tokens: int | None = None
+    num_forwards: int | None = None
+    num_accepted: int | None = None
+    num_tested: int | None = None
 
 
 @dataclass(slots=True)
@@ -117,7 +127,8 @@ class TerminalView:
                 for piece in pieces:
                     figures.add(piece)
                     text += piece.text
-                    tail.append(piece.text.translate(CONTROLS), next_style(piece, styles))
+                    is_group = piece.num_tokens is None or piece.num_tokens > 1
+                    tail.append(piece.text.translate(CONTROLS), next(styles) if is_group else "")
                     *whole, tail = tail.wrap(console, console.width)
                     for line in whole:
                         console.print(line)
@@ -153,11 +164,6 @@ def unechoed() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
-
-
-def next_style(piece: Chunk, styles: Iterator[str]) -> str:
-    """The style of a piece: the next one for a group of tokens, none for a single one."""
-    return "" if piece.num_tokens is not None and piece.num_tokens < 2 else next(styles)
 
 
 def make_view(*, has_stats: bool) -> View:

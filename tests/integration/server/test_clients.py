@@ -20,12 +20,12 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
-from idlm.infer.clients.answers import Answerer, Chunk, EngineAnswerer, ServerAnswerer
 from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program, served_arm
 from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
-from idlm.infer.clients.chat import Chat, chat
+from idlm.infer.clients.chat import Chat, EngineAnswerer, chat
 from idlm.infer.clients.config import BenchConfig
-from idlm.infer.clients.http import Server
+from idlm.infer.clients.http import Server, ServerAnswerer
+from idlm.infer.clients.view import Chunk
 from idlm.infer.server.config import ServeConfig
 from idlm.text.tokenizer import encode_messages
 from tests.contracts.engines import clear_answers
@@ -42,6 +42,7 @@ from tests.interrupts import ctrl_c_raises
 
 pytestmark = pytest.mark.sweep
 
+Answerer = EngineAnswerer | ServerAnswerer
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 SHORT = ["sampling.temperature=0", "sampling.max_tokens=9"]
 ENGINE = [

@@ -16,9 +16,16 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.clients.arms import Greedy, _margin, check_parity
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
-from idlm.infer.clients.generator import Record
 from idlm.infer.clients.http import ChunkReader, RequestFailure, sampling_fields
-from idlm.infer.clients.loads import Job, Load, load_prompts, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.loads import (
+    Job,
+    Load,
+    Record,
+    load_prompts,
+    make_jobs,
+    mixed_lengths,
+    poisson_arrivals,
+)
 from idlm.infer.clients.stats import aggregate, stat_field
 
 GENAI_BENCH = {

@@ -24,11 +24,9 @@ from rich.console import Console
 from idlm.cli.command import Terminated
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.clients.answers import Chunk, ServerAnswerer
-from idlm.infer.clients.generator import run_on_server
-from idlm.infer.clients.http import Server, stream
+from idlm.infer.clients.http import Server, ServerAnswerer, run_on_server, stream
 from idlm.infer.clients.loads import Job, Load
-from idlm.infer.clients.view import AnswerFigures, PlainView, TerminalView, unechoed
+from idlm.infer.clients.view import AnswerFigures, Chunk, PlainView, TerminalView, unechoed
 
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|\d*[GK])|\r")
 COLOUR = re.compile(r"\x1b\[(3\d)m([^\x1b]*)")
