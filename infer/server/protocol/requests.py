@@ -10,15 +10,14 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.contracts import Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers import calls_grammar
-from idlm.infer.server.protocol.body import Body, Text, Unicode, is_json
-from idlm.infer.server.protocol.constraints import ConstraintFields
+from idlm.infer.server.protocol.body import Body, ConstraintFields, Text, Unicode, is_json
 from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
@@ -35,16 +34,18 @@ OTHER_PARTS = {
 """Types of parts of messages, and what they hold."""
 
 
-class CalledFunction(Body):
-    """A call of an earlier answer; `arguments` is a JSON object, or empty."""
+class CalledFunction(BaseModel):
+    """A call of an earlier answer; `arguments` is a JSON object, or empty. Servers may have added fields."""
 
+    model_config = ConfigDict(strict=True)
     name: Text
     arguments: Unicode
 
 
-class ToolCall(Body):
+class ToolCall(BaseModel):
     """The same, with the id that its result names."""
 
+    model_config = ConfigDict(strict=True)
     id: Unicode | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -80,16 +81,16 @@ class Tool(Body):
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
 
-    def check(self, location: str) -> None:
-        """Raise ApiError for unknown fields, text that cannot be encoded, and arguments that are none."""
-        self.check_extra(f"{location}.")
-        self.function.check_extra(f"{location}.function.")
+    def check(self, location: str = "") -> None:
+        """Also text that cannot be encoded, and arguments that are none."""
+        super().check(location)
         if not is_json(self.plain()):
-            raise FieldError(location, "text that is not valid Unicode, or an infinite number")
+            rule = "text that is not valid Unicode, or an infinite number"
+            raise FieldError(location.removesuffix("."), rule)
         kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             rule = f"arguments are an object, not of type {kind!r}"
-            raise FieldError(f"{location}.function.parameters", rule)
+            raise FieldError(f"{location}function.parameters", rule)
 
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
@@ -121,7 +122,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Body, ConstraintFields):
+class SamplingFields(ConstraintFields):
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -160,30 +161,19 @@ class SamplingFields(Body, ConstraintFields):
         user = (self.model_extra or {}).get("user")
         return QueueOrder(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
 
-    def check(self) -> None:
-        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
-        self.check_extra()
-        if self.stream_options is not None:
-            self.stream_options.check_extra("stream_options.")
+    def check(self, location: str = "") -> None:
+        """Also fields that do not fit together."""
+        super().check(location)
         if self.stream and self.prompt_logprobs is not None:
             rule = "a stream has none; leave out stream or prompt_logprobs"
             raise FieldError("prompt_logprobs", rule)
 
-    def merged(
-        self,
-        defaults: SamplingParams,
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-    ) -> SamplingParams:
-        """The sampling settings: those given, else `defaults`; seed=-1 is a random one. Raises UserError
-        IDLM-0401."""
-        names = ("n", "temperature", "top_p", "seed", "top_k", "min_p", "tau", "ignore_eos")
-        given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")}
+    def merged(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
+        """The sampling settings: those `given`, then fields, then `defaults`; seed=-1 is a random one. Raises
+        UserError IDLM-0401."""
+        names = ("n", "temperature", "top_p", "seed", "min_p", "tau", "ignore_eos", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")} | given
         given["stop"] = None if self.stop == "" else self.stop
-        given["max_tokens"], given["logprobs"] = max_tokens, logprobs
-        given["prompt_logprobs"] = prompt_logprobs
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         changed = {name: value for name, value in given.items() if value is not None}
@@ -196,15 +186,15 @@ class TextPart(Body):
     type: Unicode
     text: Unicode | None = None
 
-    def check(self, location: str) -> None:
-        """Raise ApiError for a part that is no text."""
+    def check(self, location: str = "") -> None:
+        """Also a part that is no text, whose fields are unknown here."""
         if self.type != "text":
             what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
             rule = f"{what} are not supported; the model reads text"
-            raise FieldError(f"{location}.type", rule, code="unsupported_parameter")
+            raise FieldError(f"{location}type", rule, code="unsupported_parameter")
         if self.text is None:
-            raise FieldError(f"{location}.text", "Field required")
-        self.check_extra(f"{location}.")
+            raise FieldError(f"{location}text", "Field required")
+        super().check(location)
 
 
 class ChatMessage(Body):
@@ -233,19 +223,17 @@ class ChatMessage(Body):
         called = [call.plain(f"{location}.tool_calls.{number}") for number, call in calls]
         return message | ({"tool_calls": called} if called else {})
 
-    def check(self, location: str) -> None:
-        """Raise ApiError for what a message of its role has not, or must have."""
-        self.check_extra(f"{location}.")
-        for number, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            part.check(f"{location}.content.{number}")
+    def check(self, location: str = "") -> None:
+        """Also what a message of its role has not, or must have."""
+        super().check(location)
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
-                raise FieldError(f"{location}.{name}", f"only messages of role {role} have it")
+                raise FieldError(f"{location}{name}", f"only messages of role {role} have it")
         if self.reasoning is not None and self.reasoning != self.thought:
-            raise FieldError(f"{location}.reasoning", "differs from reasoning_content; give one of them")
+            raise FieldError(f"{location}reasoning", "differs from reasoning_content; give one of them")
         # An answer may have been calls alone, or reasoning that was cut off.
         if self.content is None and self.tool_calls is None and self.thought is None:
-            raise FieldError(f"{location}.content", "Field required")
+            raise FieldError(f"{location}content", "Field required")
 
 
 class TemplateOptions(Body):
@@ -272,9 +260,7 @@ class ChatRequest(SamplingFields):
         """The sampling settings; of OpenAI's two names of the longest answer the newer one wins."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         max_tokens = self.max_completion_tokens or self.max_tokens
-        return self.merged(
-            defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs
-        )
+        return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -314,32 +300,19 @@ class ChatRequest(SamplingFields):
     def plain_messages(self) -> list[dict[str, Any]]:
         return [message.plain(f"messages.{number}") for number, message in enumerate(self.messages)]
 
-    def check(self) -> None:
-        super().check()
-        self._check_tools()
-        for number, message in enumerate(self.messages):
-            message.check(f"messages.{number}")
-        if self.chat_template_kwargs is not None:
-            self.chat_template_kwargs.check_extra("chat_template_kwargs.")
-        if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs", "needs logprobs=true")
-
-    def _check_tools(self) -> None:
-        names = set[str]()
-        for number, tool in enumerate(self.tools or ()):
-            tool.check(f"tools.{number}")
-            if tool.function.name in names:
-                rule = f"{tool.function.name!r} is given twice"
-                raise FieldError(f"tools.{number}.function.name", rule)
-            names.add(tool.function.name)
+    def check(self, location: str = "") -> None:
+        super().check(location)
+        names = [tool.function.name for tool in self.tools or ()]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise FieldError(f"tools.{number}.function.name", f"{name!r} is given twice")
         if self.must_call and not names:
             raise FieldError("tool_choice", "there are no tools to call")
-        if isinstance(self.tool_choice, NamedTool):
-            self.tool_choice.check_extra("tool_choice.")
-            self.tool_choice.function.check_extra("tool_choice.function.")
-            if self.tool_choice.function.name not in names:
-                rule = f"{self.tool_choice.function.name!r} is none of the tools"
-                raise FieldError("tool_choice.function.name", rule)
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            rule = f"{self.tool_choice.function.name!r} is none of the tools"
+            raise FieldError("tool_choice.function.name", rule)
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "needs logprobs=true")
 
     def template_kwargs(self, template: str) -> dict[str, Any]:
         """What else the template gets: the effort, if it has a place for it."""
@@ -366,10 +339,9 @@ class CompletionRequest(SamplingFields):
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         if self.echo and self.max_tokens == 0:
             counts.append(0)
-        prompt_logprobs = max((number for number in counts if number is not None), default=None)
-        return self.merged(
-            defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
-        )
+        scored = max((number for number in counts if number is not None), default=None)
+        given = {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "prompt_logprobs": scored}
+        return self.merged(defaults, **given)
 
     @property
     def prompts(self) -> list[Any]:
@@ -377,8 +349,8 @@ class CompletionRequest(SamplingFields):
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
-    def check(self) -> None:
-        super().check()
+    def check(self, location: str = "") -> None:
+        super().check(location)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             rule = "0 needs echo=true or prompt_logprobs, else the answer is empty"
             raise FieldError("max_tokens", rule)
