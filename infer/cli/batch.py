@@ -55,7 +55,6 @@ Answer = tuple[PromptLine, Completion]
 
 
 def answer_batch(config: GenerateConfig, arguments: EngineArguments) -> int:
-    """Answer the prompts; returns the exit status."""
     if config.resume and (config.input is None or config.output is None or config.overwrite):
         raise UserError(
             "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"

@@ -84,7 +84,6 @@ class EngineArguments:
     options: dict[str, Any]
 
     def load(self, *, is_shown: bool = True) -> Engine:
-        """The engine; with `is_shown`, a progress bar shows the weights that are read."""
         with loading(is_shown=is_shown):
             from idlm.infer.engine import Engine
 
@@ -245,7 +244,6 @@ def engine_name(engine: Engine) -> str:
 
 
 def print_stream(engine: Engine, prompt: str | list[int], params: SamplingParams, *, has_stats: bool) -> None:
-    """Print one answer while it is generated, then with `has_stats` its figures."""
     start, tally = time.perf_counter(), Tally()
     for event in engine.stream(prompt, params):
         print(event.text, end="", flush=True)
@@ -280,7 +278,6 @@ class Tally:
             self.exactness = done.exactness
 
     def report(self, engine: Engine, seconds: float) -> None:
-        """Print one line to standard error; nothing without answers."""
         if not self.num_forwards:
             return
         acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""

@@ -54,7 +54,6 @@ def generate(arguments: list[str]) -> int:
 
 
 def _is_one_prompt(config: GenerateConfig) -> bool:
-    """Whether there is one prompt of -p, as it is, whose only answer is printed."""
     has_files = config.input is not None or config.output is not None or config.resume
     return len(config.prompt) == config.sampling.n == 1 and config.system is None and not has_files
 

@@ -184,7 +184,6 @@ def _from_node(config: ast.ClassDef) -> PluginHelp:
 
 
 def _assigned(node: ast.ClassDef) -> dict[str, ast.expr | None]:
-    """The annotated names of a class and their values."""
     return {ast.unparse(item.target): item.value for item in node.body if isinstance(item, ast.AnnAssign)}
 
 
@@ -240,7 +239,6 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
 
 
 def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
-    """The checkpoint without its weights, the options and the decoder, all checked."""
     from idlm.infer.build import read_checkpoint
     from idlm.infer.settings import check_options
 
@@ -255,7 +253,6 @@ def _values(config: Any) -> str:
 
 
 def _description(outline: Outline) -> list[str]:
-    """Family, semantics, shapes, dtype, and which tensors are ignored or reordered."""
     from idlm.infer.models.base import FAMILIES
     from idlm.infer.models.loader import SEMANTICS_FILE
 

@@ -183,7 +183,6 @@ def of_request(common: RunConfig, params: SamplingParams) -> dict[str, Any]:
 
 
 def difference(there: RunConfig, here: RunConfig) -> str | None:
-    """The first difference in words, or None. A checkpoint may have moved: only its digest is compared."""
     for key in [*here, *there]:
         if key != PATH and there.get(key) != here.get(key):
             return f"made with {_described(there, key)}, and this run has {_described(here, key)}"

@@ -61,7 +61,6 @@ class EngineArm:
         free_cached_memory()
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
-        """Greedy answers of its own, for the parity gate."""
         prompts = [job.prompt for job in self._encoded(jobs)]
         return list(map(to_greedy, self._engine.generate(prompts, [job.params for job in jobs])))
 
@@ -135,7 +134,6 @@ def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding:
 
 
 def engine_arm(name: str, arguments: EngineArguments) -> contextlib.closing[EngineArm]:
-    """An engine; afterwards its memory is free."""
     return contextlib.closing(EngineArm(name, arguments.load()))
 
 

@@ -99,8 +99,6 @@ class EngineAnswerer:
 
 
 class Chat:
-    """One conversation: its turns, its system prompt and its sampling settings."""
-
     def __init__(
         self,
         answerer: EngineAnswerer | ServerAnswerer,

@@ -175,7 +175,6 @@ class ChunkReader:
         return chunk
 
     def check_end(self) -> None:
-        """Raise RequestFailure if the stream broke off."""
         if not self._is_done:
             raise RequestFailure(0, "the stream ended without [DONE]")
 
@@ -213,7 +212,6 @@ def _content(response: httpx.Response) -> dict[str, Any]:
 
 
 def _message(content: Any) -> str:
-    """The words of an error in OpenAI's shape."""
     error = content.get("error", content) if isinstance(content, dict) else None
     return str(error.get("message", error)) if isinstance(error, dict) else str(error or "")
 
@@ -249,7 +247,6 @@ class ServerAnswerer:
 
 
 def run_on_server(server: Server, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
-    """Records of a load on a server, in the order of the jobs."""
     return asyncio.run(_run_on_server(server, load, on_done))
 
 

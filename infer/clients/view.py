@@ -70,7 +70,6 @@ class PlainView:
         self._has_stats = has_stats
 
     def read(self) -> str:
-        """The next line. Raises EOFError after the last one."""
         # None: the command was started with standard input closed.
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
@@ -94,7 +93,6 @@ class PlainView:
             self.note(figures.line())
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """Print something that is not part of an answer."""
         if not is_greeting:
             print(text, file=sys.stderr)
 

@@ -41,7 +41,6 @@ class Arm(NamedTuple):
         return self.name == decoder or (decoder, given) == (self.decoder, own)
 
     def arguments(self, compared: EngineArguments) -> EngineArguments:
-        """The engine of this arm: that of the compared decoder without accelerators."""
         return EngineArguments(
             model=compared.model,
             decoder=self.decoder,

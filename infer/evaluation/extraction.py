@@ -91,7 +91,6 @@ def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, 
 
 
 def _end(lines: list[str], start: int, fence: str) -> int:
-    """The next line that is a fence alone or begins Python."""
     for index in range(start, len(lines)):
         line = lines[index].strip("> \t")
         if (line.startswith(fence) and not line.strip(fence[0])) or _is_python(_OPEN.fullmatch(line)):
@@ -104,7 +103,6 @@ def _is_python(opened: re.Match[str] | None) -> bool:
 
 
 def _code(lines: list[str], before: str) -> str:
-    """Lines of a block without what stands `before` its fence."""
     if ">" in before:
         lines, before = [re.sub(r"^(?:[ \t]*>)+ ?", "", line) for line in lines], ""
     first = next(filter(str.strip, lines), "")

@@ -63,7 +63,6 @@ class FileTask(ABC):
         pass
 
     def sample(self, index: int, split: str) -> TaskSample:
-        """Problem `index`; a file is one split."""
         record = self.records[index]
         return TaskSample(prompt=self.prompt(record), response=self.reference(record))
 
@@ -76,7 +75,6 @@ FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluat
 
 
 def verdict_of(*, is_correct: bool, reason: str) -> Grade:
-    """A judgement of a final answer, without steps."""
     return Grade(correct=is_correct, final_answer_correct=is_correct, reason="" if is_correct else reason)
 
 

@@ -32,8 +32,6 @@ FORMATS = {".parquet": "parquet", ".csv": "csv"}
 
 
 class EngineLM(TemplateLM):
-    """The model interface of lm-eval."""
-
     def __init__(self, requests: EngineRequests) -> None:
         super().__init__()
         self._requests, self.tokenizer = requests, requests.engine.tokenizer
@@ -50,7 +48,6 @@ class EngineLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Of lm-eval's caches of requests, which are not used."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -124,7 +121,6 @@ class ProblemFiles:
     """None: the task's own number."""
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Keys of the task's YAML file."""
         files = {"test": str(Path(self.data).resolve())}
         if self.fewshot_data is not None:
             files["train"] = str(Path(self.fewshot_data).resolve())
@@ -161,7 +157,6 @@ def local_tasks(name: str, files: ProblemFiles, folder: str) -> LocalTask:
 
 
 def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
-    """Files of the problems of each subject."""
     kind, cache = FORMATS.get(Path(data).suffix, "json"), str(Path(folder) / "cache")
     try:
         rows = load_dataset(kind, data_files=str(Path(data).resolve()), split="train", cache_dir=cache)

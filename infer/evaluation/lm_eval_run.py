@@ -71,7 +71,6 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
 
 
 def scores_of(samples: list[dict[str, Any]]) -> Scores:
-    """The scores of every (metric, filter) in order of the problems, where they are numbers."""
     found: Scores = defaultdict(list)
     for sample in sorted(samples, key=lambda each: each["doc_id"]):
         for metric in sample["metrics"]:

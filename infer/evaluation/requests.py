@@ -49,7 +49,6 @@ class EngineRequests:
         return encode_bare(tokenizer, [text])[0] if wanted else encode_text(tokenizer, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:
-        """The text of a conversation by the tokenizer's chat template."""
         plain = [dict(message) for message in messages]
         return render(self.engine.tokenizer, plain, open_turn=open_turn)
 

@@ -40,7 +40,6 @@ class ProgramLimits:
     scratch: int = 64 << 20
 
     def as_rlimits(self) -> dict[str, int]:
-        """By the names of the resource module."""
         return {
             "AS": self.memory,
             "CPU": int(self.seconds) + 1,

@@ -337,7 +337,6 @@ class _Text(importlib.abc.InspectLoader):
 
 
 def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
-    """Run a text as the module `name`, which begins with the names `given`."""
     module, loader = types.ModuleType(name), _Text(text)
     module.__dict__.update(given)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader)

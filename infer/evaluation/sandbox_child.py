@@ -94,13 +94,11 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> NoReturn:
-    """Tell the host and end this process."""
     os.write(1, json.dumps(result).encode("utf-8", "replace") + b"\n")
     os._exit(0)
 
 
 def build(request: dict[str, Any], source: str, ready: int, mapped: int) -> NoReturn:
-    """Enter the namespaces and start process 1."""
     try:
         namespaces.die_with_parent()
         namespaces.enter_namespaces()

@@ -59,7 +59,6 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent ends."""
     _call("prctl", _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
 
 

@@ -22,8 +22,6 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A checked adapter directory and the directory of its base."""
-
     directory: Path
     base: Path
     spec: AdapterSpec

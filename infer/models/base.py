@@ -248,9 +248,7 @@ class KVAccess(Protocol):
         Rows, and `slot_mapping_R`, then mean those."""
         ...
 
-    def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        """Attention output [R, N, H] of a layer whose keys and values are stored."""
-        ...
+    def attend(self, number: int, q_RNH: Tensor) -> Tensor: ...
 
 
 class Family(ABC):
@@ -290,7 +288,6 @@ class Family(ABC):
 
     @classmethod
     def edit_token_ids(cls, config: dict[str, Any]) -> tuple[int, ...]:
-        """Tokens that are no text (`Semantics.edit_token_ids`)."""
         return ()
 
     @classmethod

@@ -101,7 +101,6 @@ class ConfigReader:
             )
 
     def check(self) -> None:
-        """Raise UserError IDLM-0604 with all problems, if there are any."""
         if self.problems:
             raise UserError(
                 "IDLM-0604",
@@ -189,7 +188,6 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether `value` is a finite number above 0."""
     return is_number(value) and value > 0
 
 

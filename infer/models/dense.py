@@ -49,7 +49,6 @@ class LowRank(nn.Module):
         self.sizes, self.scaling = sizes, scaling
 
     def gated(self, gate_R: Tensor) -> GatedLora:
-        """The adapter for the rows of the gate."""
         return GatedLora(b_Er=self.b_Er, is_mask_R=gate_R, sizes=self.sizes, scaling=self.scaling)
 
 
@@ -77,7 +76,6 @@ class Layer(nn.Module, ABC):
         self.spec = spec
 
     def projections(self, names: TensorNames) -> dict[str, Projection]:
-        """The fused projections of attention."""
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -157,7 +155,6 @@ class DenseLayer(Layer):
         self.down_bias = empty(spec.width) if spec.mlp_bias else None
 
     def projections(self, names: TensorNames) -> dict[str, Projection]:
-        """Projections of attention, then of the SwiGLU."""
         ffn = self.spec.ffn_width
         return super().projections(names) | {
             "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
@@ -165,7 +162,6 @@ class DenseLayer(Layer):
         }
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """down(silu(gate) * up) of all rows."""
         weight_ED, bias_E, lora = self.operands("gate_up", rows.gate_R)
         hidden_RF = rows.linears.swiglu(normed_RD, weight_ED, bias_E=bias_E, lora=lora)
         return self.project("down", hidden_RF, rows.gate_R, rows.linears)
@@ -228,7 +224,6 @@ class DenseTrunk(nn.Module):
         return self.shards.add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits_XV in the dtype of the weights."""
         return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
 
     @property
@@ -324,7 +319,6 @@ def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
 
 
 def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 

@@ -185,7 +185,6 @@ def _with_possible_counts(spec: ModelSpec, num_tensors: int) -> ModelSpec:
 
 
 def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
-    """The directory of a whole model, or that of an adapter's base and the adapter."""
     directory = checkpoint_directory(path)
     if is_adapter(directory):
         adapter = open_adapter(directory, base=base, semantics=semantics)
@@ -211,7 +210,6 @@ def checkpoint_directory(path: str | Path) -> Path:
 
 
 def _no_checkpoint(directory: Path) -> UserError:
-    """The error IDLM-0600, which says what is there instead."""
     if not directory.exists():
         siblings = [item.name for item in directory.parent.iterdir()] if directory.parent.is_dir() else []
         hint = did_you_mean(directory.name, siblings)
@@ -295,7 +293,6 @@ def _semantics(
 
 
 def _unknown_semantics(directory: Path, reason: str) -> UserError:
-    """The error of a checkpoint whose architecture decodes in several ways."""
     return UserError(
         "IDLM-0605",
         f"{directory} does not say how it decodes: {reason}",

@@ -83,7 +83,6 @@ class Experts(nn.Module):
         )
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Targets of the tensors of layer `number`, without the experts of other ranks."""
         found: dict[str, WeightTarget] = {names.router.format(number): target_of(self.router)}
         if self.router_bias is not None:
             found[names.router_bias.format(number)] = target_of(self.router_bias)
@@ -102,8 +101,6 @@ class Experts(nn.Module):
 
 
 class MoeLayer(Layer):
-    """A layer with experts as its feed-forward part."""
-
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
     ) -> None:
@@ -112,11 +109,9 @@ class MoeLayer(Layer):
         self.mlp = Experts(spec.moe, spec.width, device, dtype, shards)
 
     def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Targets of router and experts."""
         return self.mlp.targets(number, names)
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """This rank's summand of the output of the experts, [R, D]."""
         return self.mlp(normed_RD, rows.linears, slot_mapping_R, rows.rope.positions_R)
 
 

@@ -50,7 +50,6 @@ def locate(directory: Path) -> dict[str, Path]:
 
 
 def _no_weights(directory: Path) -> UserError:
-    """The error IDLM-0602, which says what is there instead."""
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
         return UserError(
@@ -142,13 +141,11 @@ def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> 
 
 
 def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
-    """Whether two tensors of the checkpoint have the same values."""
     with _opened(files[first]) as one, _opened(files[second]) as other:
         return torch.equal(one.get_tensor(first), other.get_tensor(second))
 
 
 def tensor(files: Mapping[str, Path], name: str) -> torch.Tensor:
-    """One tensor of the checkpoint, on the CPU."""
     with _opened(files[name]) as file:
         return torch.as_tensor(file.get_tensor(name))
 

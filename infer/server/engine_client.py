@@ -51,8 +51,6 @@ LOG = get_logger(__name__)
 
 
 class EngineClient:
-    """Starts the engine process, and sends it requests."""
-
     def __init__(self, arguments: EngineArguments, metrics: Metrics, *, timeout: float = 600.0) -> None:
         self._arguments, self._metrics, self.timeout = arguments, metrics, timeout
         self._numbers = itertools.count()
@@ -256,7 +254,6 @@ class EngineClient:
         self._open.clear()
 
     def forget(self, request_id: str) -> None:
-        """The request is finished."""
         self._open.pop(request_id, None)
 
 
@@ -354,7 +351,6 @@ class Generation:
         self._has_news.set()
 
     def _sinks(self, choice: int, event: AnswerEvent) -> bool:
-        """Whether `sink` has taken the event."""
         if self.sink is None or self._has_news.is_set():
             return False
         try:

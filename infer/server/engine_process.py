@@ -78,7 +78,6 @@ def run(connection: socket.socket) -> int:
 
 
 def engine_info(engine: Engine) -> EngineInfo:
-    """What the front end has to know of the engine."""
     return EngineInfo(
         directory=str(engine.model.directory),
         decoder=engine.decoder.name,
@@ -119,8 +118,6 @@ class Inbox:
 
 
 class EngineLoop:
-    """Messages in, forward passes, events out."""
-
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
         self._compiling: dict[str, tuple[Compiling, Message]] = {}

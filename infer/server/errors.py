@@ -31,8 +31,6 @@ REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
-
     param: str | None = None
 
     def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
@@ -73,7 +71,6 @@ def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | 
 
 
 def engine_unavailable(why: str) -> ApiError:
-    """No engine can work on the request now."""
     return ApiError(503, f"{why}; try again later", code="engine_unavailable")
 
 

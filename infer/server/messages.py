@@ -60,8 +60,6 @@ class EngineInfo:
 
 
 class SampleCounts(NamedTuple):
-    """The counts of one finished sample; see `Completion`."""
-
     finish_reason: str
     num_prompt_tokens: int
     num_tokens: int

@@ -85,7 +85,6 @@ class Metrics:
         self._made["ready"].set(1)
 
     def engine_lost(self) -> None:
-        """The engine process ended unasked."""
         self._made["ready"].set(0)
         self._made["restarts"].inc()
         self.step(self._last._replace(num_running=0, num_waiting=0, kv_usage=0.0))

@@ -83,7 +83,6 @@ class HermesParser:
         self._is_call, self._follows_call = False, False
 
     def push(self, text: str, *, is_last: bool = False) -> list[ParsedPart]:
-        """The pieces that more text makes certain; all if it is the last."""
         self._held += text
         pieces: list[ParsedPart] = []
         while self._is_call or self._held:

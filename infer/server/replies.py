@@ -64,8 +64,6 @@ class TokenTexts:
 
 
 class Reply(ABC):
-    """The answer to one request: its id, its choices so far, and its usage."""
-
     prefix, whole, chunk = "", "", ""
 
     def __init__(
@@ -177,7 +175,6 @@ class Reply(ABC):
         return self._chunk_head + dump(choices) + end
 
     def _has_news(self, event: AnswerEvent) -> bool:
-        """Whether a chunk of the event has more than text."""
         return bool(event.logprobs or event.figures or (self._has_token_ids and event.token_ids))
 
     def _rest(self, index: int, event: AnswerEvent) -> dict[str, Any]:

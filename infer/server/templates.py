@@ -143,7 +143,6 @@ class TemplateProcesses:
                 self._change.notify()
 
     def close(self) -> None:
-        """End the processes; threads that wait for them get an error."""
         for process in self._all:
             process.close()
 

@@ -90,7 +90,6 @@ class Follower:
         self.is_over = False
 
     def _restart(self) -> Grammar:
-        """The grammar before the drafts."""
         ahead = self._start.branch()
         ahead.push(self._token_ids)
         return ahead
@@ -136,7 +135,6 @@ class Follower:
         return False
 
     def take(self, token_ids: list[int], *, is_certain: bool = False) -> int:
-        """Take as many drafts as fit, and return their number."""
         num_taken: int = self.ahead.matcher.try_consume_tokens(token_ids)
         if num_taken:
             taken = token_ids[:num_taken]

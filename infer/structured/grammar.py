@@ -102,7 +102,6 @@ class Cost:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it used the budget up a short time ago."""
         return self.budget.clock() < self._until
 
     def refusal_ended(self) -> bool:
@@ -193,7 +192,6 @@ Compiling = Future[Grammar | UserError]
 
 
 def num_words(grammar: Grammar) -> int:
-    """Of a row of bits."""
     return -(-grammar.vocab_size // WORD_BITS)
 
 
@@ -310,7 +308,6 @@ class GrammarCompiler:
             peers.append((lexer, self._matcher(constraint)))
 
     def _matcher(self, constraint: Constraint) -> Any:
-        """llguidance's matcher. Raises ValueError."""
         llguidance, vocabulary = _llguidance(), self._vocabulary
         start, source = time.perf_counter(), _source(constraint, vocabulary, llguidance)
         fewest, maximum = STEP_ITEMS

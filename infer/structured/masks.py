@@ -113,7 +113,6 @@ class PassGrammars:
 
 
 def pass_grammars(schedule: Schedule) -> PassGrammars:
-    """The grammars of a schedule's requests."""
     requests = [schedule.requests[index] for index in schedule.grammars]
     return PassGrammars(
         {index: follower_of(grammar) for index, grammar in schedule.grammars.items()},

@@ -16,8 +16,6 @@ from idlm.tasks import Grade
 
 
 class CodeTask(FileTask):
-    """What is right is decided by running it."""
-
     num_workers: ClassVar = max(1, os.cpu_count() or 1)
     sandbox: Sandbox
 

@@ -74,7 +74,6 @@ class MathVerify:
 
 
 def require_math_verify() -> None:
-    """UserError IDLM-0488 where it is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise _missing("answers of mathematics are compared by math-verify, which is not installed")
 

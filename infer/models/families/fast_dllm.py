@@ -23,7 +23,6 @@ class FastDllm(Qwen2):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        """Qwen2's, if the block size is given."""
         reader = ConfigReader(config)
         reader.require("bd_size")
         reader.check()
@@ -31,6 +30,5 @@ class FastDllm(Qwen2):
 
     @classmethod
     def block_size(cls, config: dict[str, Any]) -> int:
-        """`bd_size`."""
         size: int = config["bd_size"]
         return size

@@ -63,7 +63,6 @@ class Llada2(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        """All required fields must be there."""
         reader = ConfigReader(config)
         reader.require(*REQUIRED)
         reader.allow("score_function", "sigmoid", None)

@@ -39,7 +39,6 @@ class LladaMoe(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        """Experts in every layer and no shared one, as published."""
         config = standard(config, STANDARD_NAMES)
         reader = ConfigReader(config)
         reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")

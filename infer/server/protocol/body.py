@@ -112,15 +112,11 @@ class NamedSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """OpenAI's `response_format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredOutputs(_Part):
-    """vLLM's `structured_outputs`."""
-
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Choices | None = None

@@ -109,8 +109,6 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """OpenAI's `tool_choice` of one tool."""
-
     type: Literal["function"]
     function: NamedFunction
 
