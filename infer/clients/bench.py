@@ -95,8 +95,9 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
         from idlm.infer.clients.http import Server
 
         servers = [Server(url, model=config.model, **options) for url in config.url]
-        running: list[Arm] = [arms.ServerArm(server.address, server) for server in servers]
-        return [ArmPlan(arm.name, partial(nullcontext[Arm], arm)) for arm in running]
+        already_open: Any = nullcontext
+        running = [arms.ServerArm(server.address, server) for server in servers]
+        return [ArmPlan(arm.name, partial(already_open, arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:
         maximum = max(config.concurrency)
         config = dataclasses.replace(config, max_num_seqs=maximum)

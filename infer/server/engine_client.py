@@ -1,8 +1,8 @@
-"""The engine process as the front end sees it: started, asked, and started again when it dies.
+"""The engine process as the front end sees it: started, asked, and started again when it dies. All of it runs
+in one event loop.
 
-All of it runs in one event loop. A request fails when the process that works on it ends; no request moves to
-the next process, because its client may have read a part of the answer. A process that owes an answer and is
-silent for `engine_timeout` seconds is ended as well; one that loads is not, because that may take long."""
+A request fails when the process that works on it ends: its client may have read a part of the answer. A
+process that owes an answer and is silent for `engine_timeout` seconds is ended; one that loads is not."""
 
 from __future__ import annotations
 
@@ -69,16 +69,14 @@ class EngineClient:
 
     def num_open_of(self, client: str) -> int:
         """Samples of a client that are not finished."""
-        own = {generation for generation in self._open.values() if generation.turn.client == client}
-        return sum(generation.num_open for generation in own)
+        return sum(each.num_open for each in set(self._open.values()) if each.turn.client == client)
 
     @property
     def is_closing(self) -> bool:
         return self._closing.is_set()
 
     async def run(self) -> None:
-        """Keep an engine process running until `close`. Raises UserError if the first engine cannot be built.
-        Later ones are tried again, after pauses."""
+        """Keep an engine process running until `close`. Raises UserError if the first cannot be built."""
         pause = FIRST_PAUSE
         while not self._closing.is_set():
             start = time.monotonic()
@@ -196,8 +194,7 @@ class EngineClient:
         return None
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
-        """Handle messages until the process closes its end; returns the error that it reports, or that it
-        hangs."""
+        """Handle messages until the process ends; returns the error that it reports, or that it hangs."""
         messages, num_silent = unpacker(), 0
         while num_silent <= LOOKS_PER_TIMEOUT:
             try:
@@ -247,14 +244,13 @@ class EngineClient:
         generation = self._open.get(event.request_id)
         if generation is not None:
             generation.put(event)
+            if not generation.left[event.request_id]:
+                self._open.pop(event.request_id, None)
 
     def _fail_all(self, error: ApiError) -> None:
         for generation in set(self._open.values()):
             generation.fail(error)
         self._open.clear()
-
-    def forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
 
 
 def _lost(message: str) -> UserError:
@@ -290,8 +286,7 @@ class Generation:
         return sum(self.left.values())
 
     async def wait_until_added(self) -> None:
-        """Wait for the engine's next answer to a prompt. Raises UserError if it refuses the prompt, ApiError
-        if it fails."""
+        """Wait for the engine's answer to a prompt. Raises UserError if it refuses, ApiError if it fails."""
         answer = await self._answers.get()
         if isinstance(answer, ApiError):
             raise answer
@@ -302,9 +297,8 @@ class Generation:
         self.notes = answer["notes"]
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerEvent]]:
-        """Each event, after the number of its sample among all samples of the HTTP request. A sample's events
-        that a slow reader has not read yet become one. Raises ApiError if the engine is lost, or fails a
-        sample."""
+        """Each event, after the number of its sample in the HTTP request; those of a sample that a slow
+        reader has not read become one. Raises ApiError if the engine is lost, or fails a sample."""
         try:
             while self._unread or self.num_open or self._error:
                 while self._unread:
@@ -332,8 +326,6 @@ class Generation:
         choice = self._positions[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
             self.left[event.request_id] -= 1
-            if not self.left[event.request_id]:
-                self._client.forget(event.request_id)
         if event.error is not None:
             code, message, fix = event.error
             status = STATUS.get(code, 500)

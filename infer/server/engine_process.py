@@ -102,19 +102,15 @@ class Inbox:
         self.is_open = True
 
     def take(self, milliseconds: int | None) -> list[Message]:
-        """The messages that are here. Waits until there is one or the front end is gone, but no longer than
-        `milliseconds` (None: without a limit)."""
+        """The messages that are here; waits up to `milliseconds` (None: for ever) for one, or for the end."""
         if self._poll.poll(milliseconds):
-            self._receive()
+            try:
+                data = self._connection.recv(RECEIVE_BYTES)
+            except ConnectionError:
+                data = b""
+            self.is_open = bool(data)
+            self._unpacker.feed(data)
         return list(self._unpacker)
-
-    def _receive(self) -> None:
-        try:
-            data = self._connection.recv(RECEIVE_BYTES)
-        except ConnectionError:
-            data = b""
-        self.is_open = bool(data)
-        self._unpacker.feed(data)
 
 
 class EngineLoop:

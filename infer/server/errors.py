@@ -88,19 +88,14 @@ def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of the errors that pydantic found in a body; of several alternatives, which fail together,
-    that of the one which fits best, since it fails deepest."""
+    """The first error that pydantic found in a body; of alternatives, that of the one which fails deepest."""
     if errors[0]["type"] == "json_invalid":
         return FieldError("body", f"not valid JSON ({errors[0]['ctx']['error']})")
-    fields = [_field(error) for error in errors]
+    paths = [[str(part) for part in error["loc"] if part != "body"] for error in errors]
+    fields = [[part for part in path if not UNION_TAGS.fullmatch(part)] for path in paths]
     same = [number for number, field in enumerate(fields) if field[:1] == fields[0][:1]]
     # An alternative of another type fails as deep as one whose rule is broken.
     chosen = max(same, key=lambda at: (len(fields[at]), not errors[at]["type"].endswith("_type")))
     param = ".".join(fields[chosen]) or "body"
     message = errors[chosen]["msg"] if fields[0] else "give a JSON object, with content-type application/json"
     return FieldError(param, message)
-
-
-def _field(error: Any) -> list[str]:
-    path = [str(part) for part in error["loc"] if part != "body"]
-    return [part for part in path if not UNION_TAGS.fullmatch(part)]

@@ -1,7 +1,5 @@
-"""What every request passes before it reaches a route: the API key, and limits on its headers and body.
-
-The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits only
-headers that are incomplete (`run.py`)."""
+"""What every request passes before it reaches a route: the API key, and limits on its headers and body, which
+is read whole. The HTTP parser limits only headers that are incomplete (`run.py`)."""
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ class Guard:
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_size(scope)
-            self._check_host(scope)
+            self._check_headers(scope)
             scope.setdefault("state", {})["client"] = self._client(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
@@ -94,13 +91,11 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _check_size(self, scope: Scope) -> None:
+    def _check_headers(self, scope: Scope) -> None:
         line = len(scope["raw_path"]) + len(scope["query_string"])
         if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header:
             rule = f"line and headers are larger than {self._max_header} bytes, the most allowed"
             raise FieldError("header", rule, status=431)
-
-    def _check_host(self, scope: Scope) -> None:
         host = next((value for name, value in scope["headers"] if name == b"host"), None)
         if self._hosts is None or host is None or scope["path"] in OPEN_PATHS:
             return

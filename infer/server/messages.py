@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
-from idlm.contracts import Completion, SamplingParams, TokenLogprob
+from idlm.contracts import SamplingParams, TokenLogprob
 from idlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ MAX_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What the front end knows of an engine that is ready. `directory` is that of the model, which may have
-    the tokenizer of an adapter. `stride`: most tokens of a pass. `exactness`: see `Engine.exactness`."""
+    """What the front end knows of an engine that is ready. `directory` is that of the model, without an
+    adapter. `stride`: most tokens of a pass. `exactness`: see `Engine.exactness`."""
 
     directory: str
     decoder: str
@@ -117,18 +117,34 @@ def error_message(error: UserError) -> Message:
     return {"code": error.code, "message": error.message, "fix": error.fix}
 
 
+def _logprob(token: TokenLogprob) -> TokenEntry:
+    return token.token_id, token.logprob, list(token.top.items())
+
+
 def event_message(event: StreamEvent) -> Sequence[Any]:
     """A stream event as it is sent: the first fields of `AnswerEvent`, or all."""
-    error = event.error
-    if not (event.completion or error or event.logprobs or event.prompt_logprobs):
+    error, done = event.error, event.completion
+    if not (done or error or event.logprobs or event.prompt_logprobs):
         return event.request_id, event.index, event.token_ids, event.text
+    figures = None
+    if done is not None:
+        figures = SampleCounts(
+            finish_reason=done.finish_reason,
+            num_prompt_tokens=done.num_prompt_tokens,
+            num_tokens=len(done.token_ids),
+            num_cached_tokens=done.num_cached_tokens,
+            num_forwards=done.num_forwards,
+            accepted=list(done.accepted_by_position),
+            tested=list(done.tested_by_position),
+            exactness=done.exactness,
+        )
     return AnswerEvent(
         request_id=event.request_id,
         sample=event.index,
         token_ids=list(event.token_ids),
         text=event.text,
         logprobs=[_logprob(one) for one in event.logprobs],
-        figures=None if event.completion is None else _figures(event.completion),
+        figures=figures,
         error=None if error is None else (error.code, error.message, error.fix),
         prompt_logprobs=[_logprob(one) for one in event.prompt_logprobs or () if one is not None],
     )
@@ -159,21 +175,4 @@ def engine_stats(engine: Engine) -> Stats:
         num_preemptions=scheduler.num_preemptions,
         num_cache_queries=0 if cache is None else cache.num_tokens,
         num_cache_hits=0 if cache is None else cache.num_hit_tokens,
-    )
-
-
-def _logprob(token: TokenLogprob) -> TokenEntry:
-    return token.token_id, token.logprob, list(token.top.items())
-
-
-def _figures(done: Completion) -> SampleCounts:
-    return SampleCounts(
-        finish_reason=done.finish_reason,
-        num_prompt_tokens=done.num_prompt_tokens,
-        num_tokens=len(done.token_ids),
-        num_cached_tokens=done.num_cached_tokens,
-        num_forwards=done.num_forwards,
-        accepted=list(done.accepted_by_position),
-        tested=list(done.tested_by_position),
-        exactness=done.exactness,
     )

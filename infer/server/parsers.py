@@ -96,7 +96,11 @@ class HermesParser:
             body, end, rest = _partition(self._held, is_last=is_last)
             if not end and not is_last:
                 break
-            pieces += self._call(body, end)
+            if (call := read_call(body)) is None:
+                pieces += self._content(BEGIN + body + end)
+            else:
+                pieces.append(call)
+                self._space, self._follows_call = "", True
             self._held, self._is_call = rest, False
         if is_last and not self._follows_call:
             pieces += [ParsedPart("content", self._space)] if self._space else []
@@ -111,13 +115,6 @@ class HermesParser:
             return []
         kept, self._follows_call = kept.lstrip() if self._follows_call else kept, False
         return [ParsedPart("content", kept)]
-
-    def _call(self, body: str, end: str) -> list[ParsedPart]:
-        call = read_call(body)
-        if call is None:
-            return self._content(BEGIN + body + end)
-        self._space, self._follows_call = "", True
-        return [call]
 
 
 def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
@@ -156,8 +153,7 @@ def calls_grammar(
 
 
 def read_call(body: str) -> ParsedPart | None:
-    """The call of a JSON object with a name and, if there are any, arguments; None for anything else, such as
-    numbers that Python or JSON cannot write."""
+    """The call of a JSON object with a name and, if there are any, arguments; None for anything else."""
     try:
         call = json.loads(body)
         if not isinstance(call, dict):

@@ -6,6 +6,7 @@ pass; an answer has its `exactness`, and token ids if the request asks for them.
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -44,7 +45,6 @@ class TokenTexts:
         return "" if self.tokenizer is None else plain_text(self.tokenizer, token_ids)
 
     def text(self, token_id: int) -> str:
-        """The text of a token; of one that is no whole characters, its bytes as OpenAI writes them."""
         return self.text_and_bytes(token_id)[0]
 
     def by_text(self, logprobs: Mapping[int, float]) -> dict[str, float | None]:
@@ -56,6 +56,7 @@ class TokenTexts:
         return named
 
     def _text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
+        """The text of a token; of one that is no whole characters, its bytes as OpenAI writes them."""
         encoded = f"token_id:{token_id}".encode() if self._bytes is None else self._bytes(token_id)
         try:
             return encoded.decode(), list(encoded)
@@ -125,9 +126,9 @@ class Reply(ABC):
     def usage(self) -> dict[str, Any]:
         """Tokens of all samples so far; passes and drafts of those that are finished."""
         figures, num_tokens = self._figures.values(), sum(self._num_tokens.values())
-        prompts, num_samples = self._generation.prompts, self._generation.num_samples
-        num_prompt_tokens = sum(map(len, prompts))
-        firsts = [self._figures.get(at * num_samples) for at in range(len(prompts))]
+        num_prompt_tokens = sum(map(len, self._generation.prompts))
+        is_first = [index % self._generation.num_samples == 0 for index in self._figures]
+        num_cached = sum(one.num_cached_tokens for one in itertools.compress(figures, is_first))
         num_forwards = sum(one.num_forwards for one in figures)
         num_tested = sum(sum(one.tested) for one in figures)
         num_accepted = sum(sum(one.accepted) for one in figures)
@@ -136,9 +137,7 @@ class Reply(ABC):
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(one.num_cached_tokens for one in firsts if one is not None)
-            },
+            "prompt_tokens_details": {"cached_tokens": num_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": num_accepted,
                 "rejected_prediction_tokens": num_tested - num_accepted,
@@ -226,18 +225,15 @@ class ChatReply(Reply):
     def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         parser = self._parsers[index]
         pieces = parser.push(event.text, is_last=True)
-        texts = {
-            kind: "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in ("content", "reasoning")
-        }
+        content = "".join(piece.text for piece in pieces if piece.kind == "content")
+        reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         calls = [self._call(index, piece) for piece in pieces if piece.kind == "call"]
-        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
+        text = content or (None if calls or reasoning else "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if parser.thinks:
-            message["reasoning_content"] = texts["reasoning"] or None
+            message["reasoning_content"] = reasoning or None
         if calls:
             message["tool_calls"] = calls
-        if calls or texts["reasoning"]:
-            message["content"] = texts["content"] or None
         return {"index": index, "message": message, **self._rest(index, event)}
 
     def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
@@ -258,8 +254,7 @@ class ChatReply(Reply):
         """The name of a call comes before its arguments."""
         if piece.kind != "call":
             return [{"content" if piece.kind == "content" else "reasoning_content": piece.text}]
-        at = self._num_calls[index]
-        call = self._call(index, piece)
+        at, call = self._num_calls[index], self._call(index, piece)
         named = {**call, "index": at, "function": {"name": piece.name, "arguments": ""}}
         arguments = {"index": at, "function": {"arguments": piece.text}}
         return [{"tool_calls": [named]}, {"tool_calls": [arguments]}]

@@ -1,7 +1,5 @@
-"""Runs the front end: a listening socket, the HTTP server, and its end.
-
-The first SIGTERM or Ctrl-C drains: new requests are refused, those under way finish. The second one ends
-them."""
+"""Runs the front end: a listening socket, the HTTP server, and its end. The first SIGTERM or Ctrl-C drains
+(new requests are refused, those under way finish); the second one ends them."""
 
 from __future__ import annotations
 
@@ -72,9 +70,8 @@ class FrontEnd(uvicorn.Server):
     async def run_on(self, listener: socket.socket) -> None:
         """Serve on a bound socket. Raises UserError if the model cannot be loaded."""
         self.loop = asyncio.get_running_loop()
-        host, port = listener.getsockname()[:2]
-        LOG.info("%s is served at http://%s:%d when its engine is ready", self.service.model_name, host, port)
-        address = f"http://{host}:{port}"
+        address = "http://{}:{}".format(*listener.getsockname())
+        LOG.info("%s is served at %s when its engine is ready", self.service.model_name, address)
         engine, ready = asyncio.create_task(self.service.run()), asyncio.create_task(self._announce(address))
         # An engine that cannot be built ends the server.
         engine.add_done_callback(lambda _: self.stop())

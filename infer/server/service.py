@@ -51,13 +51,9 @@ class Service:
     def __init__(self, config: ServeConfig, client: EngineClient, metrics: Metrics, model_name: str) -> None:
         self.config, self.client, self.metrics, self.model_name = config, client, metrics, model_name
         self.tokenizer: Any = None
-        self.token_texts = TokenTexts(None)
-        self.start_time = int(time.time())
-        self.is_draining = False
-        self._has_tokenizer = False
-        self.num_keys = 0
-        self._encoding = Counter[str]()
-        self._slow: dict[str, float] = {}
+        self.token_texts, self.num_keys = TokenTexts(None), 0
+        self.start_time, self.is_draining, self._has_tokenizer = int(time.time()), False, False
+        self._encoding, self._slow = Counter[str](), dict[str, float]()
         # Of one client, one short text and one long text at a time are encoded.
         self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
         self._templates: TemplateProcesses | None = None
@@ -85,8 +81,7 @@ class Service:
         return self.client.num_open + self._encoding.total()
 
     def describe(self) -> dict[str, Any]:
-        """What /server_info says, also before the engine is ready: routers ask once, when they find the
-        server. It has no key."""
+        """What /server_info says, also before the engine is ready, when routers find the server; no key."""
         info, config = self.client.info, self.config
         return {
             "version": __version__,
@@ -170,8 +165,7 @@ class Service:
         )
 
     def _thinks(self, body: ChatRequest) -> bool:
-        """Whether an answer may begin with reasoning. One that is constrained, not by tools that it may call
-        alone, is content from its first token on."""
+        """Whether an answer may begin with reasoning, as none does whose first token is constrained."""
         is_constrained = body.must_call or body.has_whole_constraint
         template = all_template_text(self.tokenizer)
         return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)
@@ -205,10 +199,8 @@ class Service:
     ) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
         config, params = self.config, body.params(self.config.sampling)
-        for field, num, maximum in (
-            ("n", params.n, config.max_n),
-            ("prompt", num_prompts, config.max_prompts),
-        ):
+        limits = ("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)
+        for field, num, maximum in limits:
             if num > maximum:
                 raise FieldError(field, f"{num} of them, at most {maximum} are allowed")
         if self.status != "ready":
@@ -229,8 +221,7 @@ class Service:
     async def _encode(
         self, encode: functools.partial[list[int]], prompts: Sequence[Any], num_samples: int, client: str
     ) -> list[list[int]]:
-        """Token ids of prompts, which are counted meanwhile. Arguments of `encode`, such as tools, make a
-        prompt longer."""
+        """Token ids of prompts, which are counted meanwhile."""
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
@@ -239,6 +230,7 @@ class Service:
         self._encoding[client] += num_encoded
         try:
             for prompt in prompts:
+                # Arguments of `encode`, such as tools, make a prompt longer.
                 is_long = sum(map(len, texts_of([prompt, encode.keywords]))) > LONG_CHARS
                 async with self._locks.setdefault((client, is_long), asyncio.Lock()):
                     group = is_long or time.monotonic() < self._slow.get(client, 0.0)

@@ -8,6 +8,7 @@ and no socket. One that the kernel ends is replaced, and the front end goes on m
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -48,14 +49,9 @@ class TemplateProcess:
         """Stands for the tokenizer's `apply_chat_template`; `names` are what the template sees. Raises
         ValueError if the template fails, and TimeoutError if it uses too much."""
         assert not tokenize
-        template = self._tokenizer.get_chat_template(None, names.get("tools"))
         conversation = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        question = {
-            **self._tokenizer.special_tokens_map,
-            **names,
-            "conversations": [conversation],
-            "chat_template": template,
-        }
+        question = {**self._tokenizer.special_tokens_map, **names, "conversations": [conversation]}
+        question["chat_template"] = self._tokenizer.get_chat_template(None, names.get("tools"))
         try:
             answer = self._exchange(json.dumps(question, default=str).encode())
         except OSError as error:
@@ -148,15 +144,12 @@ class TemplateProcesses:
 
     def _ready(self) -> TemplateProcess:
         """An idle process that can be asked; after a time one that has not started."""
-        num_looks = int(START_SECONDS / LOOK_SECONDS)
-        while True:
-            found = next((process for process in self._idle if process.is_ready()), None)
-            if found is None and self._idle and num_looks <= 0:
-                found = self._idle[0]
-            if found is not None:
-                return found
-            num_looks -= 1
+        for num_looks in itertools.count():
+            late = self._idle if num_looks >= START_SECONDS / LOOK_SECONDS else []
+            if found := [process for process in self._idle if process.is_ready()] or late:
+                break
             self._change.wait(LOOK_SECONDS)
+        return found[0]
 
 
 def main() -> None:
