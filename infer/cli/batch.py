@@ -1,5 +1,5 @@
-"""`idlm-generate` beyond one prompt of -p: several prompts, files, standard input and outputs. One engine
-answers them, its queue is kept filled, and answers come in order of the prompts."""
+"""`idlm-generate` beyond one prompt of -p: several prompts, files, standard input and outputs. Answers come
+in order of the prompts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def answer_batch(config: GenerateConfig, arguments: EngineArguments) -> int:
 
 
 def _reader(config: GenerateConfig) -> Reader:
-    """The prompts. Finds every mistake that can be found without a model."""
+    """The prompts, after finding every mistake that can be found without a model."""
     if config.system is not None and config.chat_template == "none":
         raise UserError(
             "IDLM-0458",
@@ -109,8 +109,7 @@ def _reader(config: GenerateConfig) -> Reader:
 
 
 def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> int:
-    """Load the engine and answer, while the output is locked. Returns status 1 when some requests failed;
-    their records have an `error`."""
+    """Load the engine and answer, while the output is locked. Status 1: some records have an `error`."""
     earlier: ResumeState | None = None
     common: RunConfig = {}
     if config.output is not None:
@@ -133,32 +132,30 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> in
 def answer_lines(
     engine: Engine, config: GenerateConfig, read: Reader, earlier: ResumeState | None, common: RunConfig
 ) -> Tally:
-    """Answer the prompts that `earlier` has no answer to, and write or print the answers. Before the first
-    answer, UserError for a prompt that the engine refuses."""
+    """Write or print answers to the prompts that `earlier` has none to. UserError for a prompt that the
+    engine refuses, before the first answer."""
     num_answers, lines = check_lines(engine, read()), read()
     if earlier is not None:
         lines, num_answers = earlier.missing, num_answers - len(earlier.kept_lines)
     with AnswerProgress(engine_name(engine), total=num_answers, is_shown=config.stats) as progress:
         run = AnswerRun(engine, lines, progress=progress)
-        if config.output is None:
-            _print_answers(engine, run, progress)
-        else:
+        if config.output is not None:
             _write_answers(engine, run, config, earlier, common)
+        for _, done in run if config.output is None else ():
+            _report(done)
+            with progress.hidden():
+                print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
         if config.stats:
             progress.tally.report(engine, progress.seconds)
     return progress.tally
 
 
-def _print_answers(engine: Engine, run: AnswerRun, progress: AnswerProgress) -> None:
-    for _, done in run:
-        _report(done)
-        with progress.hidden():
-            print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
-
-
 def _write_answers(
     engine: Engine, run: AnswerRun, config: GenerateConfig, earlier: ResumeState | None, common: RunConfig
 ) -> None:
+    from idlm.infer.cli.resume import of_request
+
+    made_by = {"decoder": engine.decoder.name, "accelerators": engine.settings.accelerator_options}
     advice = "; give resume=true to continue" if config.input is not None else ""
     with answer_file(str(config.output), earlier=earlier, advice=advice) as answers:
 
@@ -167,7 +164,8 @@ def _write_answers(
             with uninterrupted():
                 for line, done in finished:
                     _report(done)
-                    answers.write(as_record(engine, line, done, common=common))
+                    record = {"prompt": line.prompt, **line.carried, **made_by}
+                    answers.write({**record, "run_config": of_request(common, line.params), **figures(done)})
 
         try:
             for finished in run.batches():
@@ -208,8 +206,8 @@ def resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> Res
 
 
 class AnswerProgress(Progress):
-    """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF). Tokens
-    are counted when they are emitted; `tally` holds the figures of finished answers."""
+    """Shows how many answers of `total` are finished, and tokens per second as they are emitted and per
+    forward (TPF). `tally` holds the figures of finished answers."""
 
     def __init__(self, title: str, *, total: int, **options: Any) -> None:
         super().__init__(title, total=total, **options)
@@ -232,9 +230,8 @@ class AnswerProgress(Progress):
 
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
-    `check_lines` finds lines that the engine refuses. If one is met here all the same, all lines before it
-    are answered and then its UserError is raised. An interrupted run aborts its requests; `finished` returns
-    the answers that it still holds."""
+    The UserError of a line that the engine refuses (`check_lines`) is raised after the answers before it. An
+    interrupted run aborts its requests; `finished` returns the answers that it still holds."""
 
     def __init__(
         self, engine: Engine, lines: Iterator[PromptLine], *, progress: AnswerProgress | None = None
@@ -308,8 +305,7 @@ class AnswerRun:
 
 
 def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
-    """Number of answers that the lines ask for. UserError, which begins with file and line, for the first
-    line that the engine refuses."""
+    """Number of answers of all lines. UserError, which begins with file and line, for one that is refused."""
     num_answers = 0
     for line in lines:
         with _located(line):
@@ -335,15 +331,6 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
     if not are_messages:
         return prompt
     return encode_messages(engine.tokenizer, prompt, max_tokens=engine.settings.max_length)
-
-
-def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: RunConfig) -> dict[str, Any]:
-    """One line of an output file. `common`: what all answers of the run have in common."""
-    from idlm.infer.cli.resume import of_request
-
-    made_by = {"decoder": engine.decoder.name, "accelerators": engine.settings.accelerator_options}
-    run_config = of_request(common, line.params)
-    return {"prompt": line.prompt, **line.carried, **made_by, "run_config": run_config, **figures(done)}
 
 
 def figures(done: Completion) -> dict[str, Any]:

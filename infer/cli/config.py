@@ -1,8 +1,5 @@
 """What the commands that build an engine share: their arguments, its loading, a streamed answer and figures;
-and the arguments of `idlm-generate`. The others have a `config.py` in `idlm.infer.evaluation`,
-`idlm.infer.server` and `idlm.infer.clients`.
-
-Decoders and accelerators own their options, so no schema here names them."""
+and the arguments of `idlm-generate`. Decoders and accelerators own their options, so no schema names them."""
 
 from __future__ import annotations
 
@@ -75,8 +72,7 @@ AnyConfig = TypeVar("AnyConfig", bound=EngineSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """Arguments of `Engine.from_pretrained`: a checkpoint, the decoder (None: the one that it is made for),
-    engine settings, and options of the decoder."""
+    """Arguments of `Engine.from_pretrained`; `decoder` None is the one that the checkpoint is made for."""
 
     model: str
     decoder: str | None
@@ -114,8 +110,8 @@ def read_arguments(
 def split_plugin_options(
     arguments: Sequence[str], *, plugin: str
 ) -> tuple[str | None, dict[str, Any], list[str]]:
-    """Take `plugin=name` and `plugin.option=value` out of command-line arguments. Returns the name or None,
-    the options with values in the grammar of all overrides, and the remaining arguments."""
+    """Split `plugin=NAME` and `plugin.OPTION=VALUE` off: the name or None, the options, and the other
+    arguments."""
     name, options, rest = None, {}, []
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
@@ -166,8 +162,8 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
 
 
 def check_paths(config: EngineSettings) -> None:
-    """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path, such as
-    that of an unset shell variable, and IDLM-0439 for an option of a file that is not given."""
+    """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path (an unset
+    shell variable), and IDLM-0439 for an option of a file that is not given."""
     for name, (known, _) in fields_of(type(config)).items():
         value = getattr(config, name)
         if known.metadata.get("is_path") and value is not None and not value.strip():
@@ -195,8 +191,7 @@ def check_printed(params: SamplingParams, *, location: str = "") -> None:
 
 
 def check_text(location: str, text: str) -> None:
-    """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates, which neither a tokenizer
-    nor a file accepts."""
+    """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates."""
     if not text:
         raise UserError("IDLM-0436", f"{location}: prompt is empty", fix="give at least one token")
     try:

@@ -19,7 +19,6 @@ from idlm.registry import Registry
 
 if TYPE_CHECKING:
     from idlm.infer.decoders.base import Decoder
-    from idlm.infer.models.base import ModelSpec, MoeSpec
     from idlm.infer.models.loader import Outline
     from idlm.infer.settings import EngineOptions
 
@@ -135,9 +134,8 @@ def _described(plugin: PluginHelp, choice: str, prefix: str) -> list[str]:
 
 
 def plugins_of(kind: str) -> dict[str, PluginHelp]:
-    """Every decoder or accelerator, by name. Plug-ins import torch, which takes seconds, so their options are
-    read from their source. They are imported only if a source has another form than usual, or if another
-    package adds plug-ins."""
+    """Every decoder or accelerator, by name. Plug-ins import torch, which takes seconds: their options are
+    read from their source, unless it has another form than usual or another package adds plug-ins."""
     package, module, registry = PLUGINS[kind]
     if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
         try:
@@ -158,9 +156,9 @@ def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
 
 
 def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
-    """Read every plug-in from the source of its file, without importing it. The usual form is
-    `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass of the same package
-    with literal defaults. ValueError or LookupError for any other form."""
+    """Read plug-ins of the usual form: `@REGISTRY.register("name")` on a class with `Config: ... =
+    SomeConfig`, a dataclass of the same package with literal defaults. ValueError or LookupError for any
+    other."""
     [folder] = importlib.import_module(package).__path__
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.py")]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -201,9 +199,9 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 
 
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
-    """What `describe=memory` prints: the template of a request's canvases of `max_length` rows (two with
-    guidance), all of them wanted, with bytes and lifetimes; then that of greedy passes, where they store no
-    logits. UserError IDLM-0472 for a checkpoint whose passes are not planned."""
+    """What `describe=memory` prints: the plan of a request's canvases of `max_length` rows, all of them
+    wanted; then that of greedy passes, where they store no logits. UserError IDLM-0472 for causal
+    checkpoints."""
     from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
@@ -248,8 +246,7 @@ def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
 
 
 def _values(config: Any) -> str:
-    given = [f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)]
-    return f"({', '.join(given)})" if given else ""
+    return f"({_fields(config)})" if dataclasses.fields(config) else ""
 
 
 def _description(outline: Outline) -> list[str]:
@@ -261,6 +258,10 @@ def _description(outline: Outline) -> list[str]:
     directory = outline.directory if outline.adapter is None else outline.adapter.directory
     is_written = (directory / SEMANTICS_FILE).is_file()
     reordered = sorted(name for name, target in outline.targets.items() if target.order is not None)
+    rotation = "nothing"
+    if reordered:
+        rotation = f"query and key dimensions in {len(reordered)} tensors, the first is {reordered[0]}: "
+        rotation += f"{spec.rotary_dim} of {spec.head_dim} rotate"
     numbers = sum(prod(target.shape) for target in outline.targets.values())
     lines = [
         f"checkpoint  {outline.directory}, {len(set(outline.files.values()))} weight files",
@@ -271,22 +272,13 @@ def _description(outline: Outline) -> list[str]:
         f"experts     {'none' if spec.moe is None else _fields(spec.moe)}",
         f"tensors     {len(outline.targets)} read, {numbers:,} numbers; none missing, none unused",
         f"ignored     {', '.join(outline.ignored) or 'nothing'}",
-        f"reordered   {_rotation(spec, reordered)}",
+        f"reordered   {rotation}",
     ]
     if outline.adapter is not None:
         lines.append(f"adapter     {directory}, gated, rank {outline.adapter.spec.rank}")
     return lines
 
 
-def _fields(values: ModelSpec | MoeSpec) -> str:
+def _fields(values: Any) -> str:
     shown = [field.name for field in dataclasses.fields(values) if field.name not in ("rope_inv_freq", "moe")]
     return ", ".join(f"{name}={getattr(values, name)!r}" for name in shown)
-
-
-def _rotation(spec: ModelSpec, names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return (
-        f"query and key dimensions in {len(names)} tensors, the first is {names[0]}: {spec.rotary_dim} of "
-        f"{spec.head_dim} rotate"
-    )

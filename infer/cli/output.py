@@ -35,18 +35,15 @@ class AnswerFile:
         """Append one line; UserError IDLM-0442 when the disk refuses it. JSON has neither NaN nor infinities,
         so such log-probabilities (of excluded tokens, of a broken model) become null."""
         try:
-            self._out.write(_as_json(record) + "\n")
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_with_nulls(record), ensure_ascii=False)
+        try:
+            self._out.write(text + "\n")
             self._out.flush()
         except OSError as error:
             raise _cannot_write(self._path, error) from error
         self.num_records += 1
-
-
-def _as_json(record: dict[str, Any]) -> str:
-    try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(_with_nulls(record), ensure_ascii=False, allow_nan=False)
 
 
 def _with_nulls(value: Any) -> Any:
@@ -69,7 +66,7 @@ def _target(output: str) -> Path:
 @contextmanager
 def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = False) -> Iterator[None]:
     """Check that `output` can be written and would not be lost (UserError IDLM-0431, 0442), and lock it
-    inside; the lock of a killed run is released. UserError IDLM-0462 when another run has the lock."""
+    inside. UserError IDLM-0462 when another run, which is alive, has the lock."""
     if output is None:
         yield
         return
@@ -156,7 +153,11 @@ def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str 
                 yield answers
             except BaseException as error:
                 caller_error = error
-                _report_partial(partial, answers.num_records, advice)
+                if answers.num_records:
+                    what = f"{answers.num_records} finished answers are in {partial}{advice}"
+                    print(f"stopped: {what}", file=sys.stderr)
+                else:
+                    partial.unlink(missing_ok=True)
                 raise
             out.flush()
             os.fsync(out.fileno())
@@ -186,10 +187,3 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(
         "IDLM-0442", f"cannot write {str(path)!r}: {error.strerror}", fix="choose another output="
     )
-
-
-def _report_partial(partial: Path, num_records: int, advice: str) -> None:
-    if num_records:
-        print(f"stopped: {num_records} finished answers are in {partial}{advice}", file=sys.stderr)
-    else:
-        partial.unlink(missing_ok=True)

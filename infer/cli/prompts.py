@@ -23,9 +23,8 @@ KEYS = (*SHAPES, "id", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One request: a prompt (text, token ids or a conversation), its id and its settings. `location`
-    (`file:line`) begins every error message about it. `carried` holds keys that are only copied to the output
-    record."""
+    """One request. `location` (`file:line`) begins every error message about it; `carried` holds keys that
+    are only copied to the output record."""
 
     location: str
     request_id: str
@@ -46,9 +45,9 @@ def read_prompts(
     path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file, which may be compressed. `sampling` applies where a line sets nothing
-    else; blank lines are skipped. `drop_last_turn` removes the assistant turn that a conversation ends in;
-    `carry_keys` keeps unknown keys for the output record. Without them both are refused. UserError with file
-    and line number for a line that is not a request."""
+    else. `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown
+    keys for the output record. Without them both are refused, as is any line that is not a request:
+    UserError."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
     with translate_path_errors("IDLM-0430", path, fix=fix):
         if not Path(path).is_file():
@@ -75,11 +74,11 @@ def read_lines(
     drop_last_turn: bool,
     carry_keys: bool,
 ) -> Iterator[PromptLine]:
-    """Yield the requests of lines of a file, of which `first` is the number of the first one; see
-    `read_prompts`."""
+    """As `read_prompts`, from lines of a file; `first` is the number of the first one."""
     for number, value in json_lines(lines, first=first, hook=_without_repeated_keys):
         location = f"{path}:{number}"
         record = _record(location, value)
+        # Before the other checks: an unknown key may be a misspelt one.
         carried = _carried(location, record, carry_keys=carry_keys)
         yield PromptLine(
             location=location,
@@ -91,9 +90,8 @@ def read_lines(
 
 
 def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:
-    """Read all requests, to find a mistake in the last line of a file before a model is loaded. UserError
-    IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line without one
-    is its number."""
+    """Read all requests, to find mistakes before a model is loaded. UserError IDLM-0430 if the file `source`
+    has none, IDLM-0465 for two lines with one id."""
     locations: dict[str, str] = {}
     for line in lines:
         first = locations.setdefault(line.request_id, line.location)
@@ -133,18 +131,16 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _carried(location: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:
     """The unknown keys; UserError IDLM-0434 unless `carry_keys`, or if the output record uses one."""
     carried = {key: value for key, value in record.items() if key not in KEYS}
-    for key in () if carry_keys else carried:
-        raise UserError(
-            "IDLM-0434",
-            f"{location}: unknown key {key!r}{did_you_mean(key, KEYS)}",
-            fix=f"use {KEYS}; carry_keys=true carries other keys through to the output records",
-        )
-    for key in (key for key in carried if key in RECORD_KEYS):
-        raise UserError(
-            "IDLM-0434",
-            f"{location}: key {key!r} cannot be carried: an output record has its own",
-            fix="give it another name",
-        )
+    for key in carried:
+        if not carry_keys:
+            raise UserError(
+                "IDLM-0434",
+                f"{location}: unknown key {key!r}{did_you_mean(key, KEYS)}",
+                fix=f"use {KEYS}; carry_keys=true carries other keys through to the output records",
+            )
+        if key in RECORD_KEYS:
+            problem = f"{location}: key {key!r} cannot be carried: an output record has its own"
+            raise UserError("IDLM-0434", problem, fix="give it another name")
     return carried
 
 
@@ -157,8 +153,7 @@ def _request_id(location: str, given: Any) -> str:
 
 
 def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> Any:
-    """The prompt of a line; of a conversation, the turns for the assistant to answer. UserError IDLM-0436 for
-    one that is answered already."""
+    """The prompt of a line; of a conversation, the turns before the answer. UserError IDLM-0436."""
     shape = next(key for key in SHAPES if key in record)
     prompt = record[shape]
     _check_prompt(location, shape, prompt)
@@ -168,14 +163,10 @@ def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> A
     while num_open and prompt[num_open - 1]["role"] == "assistant":
         num_open -= 1
     if num_open < len(prompt) and not (drop_last_turn and num_open):
-        what = (
-            "end in an assistant turn, so they are answered already"
-            if num_open
-            else "hold assistant turns only"
-        )
+        what = "end in an assistant turn, so they are answered already"
         raise UserError(
             "IDLM-0436",
-            f"{location}: messages {what}",
+            f"{location}: messages {what if num_open else 'hold assistant turns only'}",
             fix="end them in a turn of the user, or give drop_last_turn=true to answer that turn anew",
         )
     return prompt[:num_open]
@@ -228,22 +219,18 @@ SYSTEM_ROLES = ("system", "developer")
 def with_system(lines: Iterable[PromptLine], system: str | None) -> Iterator[PromptLine]:
     """Put a system prompt before every text, and before every conversation without one; None changes nothing.
     UserError IDLM-0458 for token ids, which are rendered already."""
-    return iter(lines) if system is None else (_with_system(line, system) for line in lines)
-
-
-def _with_system(line: PromptLine, system: str) -> PromptLine:
-    first = {"role": "system", "content": system}
-    if isinstance(line.prompt, str):
-        return dataclasses.replace(line, prompt=[first, {"role": "user", "content": line.prompt}])
-    messages = [message for message in line.prompt if isinstance(message, dict)]
-    if not messages:
-        raise UserError(
-            "IDLM-0458",
-            f"{line.location}: system= cannot precede prompt_ids, which are a whole prompt",
-            fix="give the line as prompt or messages, or leave system= out",
-        )
-    has_own = messages[0]["role"] in SYSTEM_ROLES
-    return line if has_own else dataclasses.replace(line, prompt=[first, *messages])
+    for line in lines:
+        is_text = isinstance(line.prompt, str)
+        messages: Any = [{"role": "user", "content": line.prompt}] if is_text else line.prompt
+        if system is not None and not isinstance(messages[0], dict):
+            raise UserError(
+                "IDLM-0458",
+                f"{line.location}: system= cannot precede prompt_ids, which are a whole prompt",
+                fix="give the line as prompt or messages, or leave system= out",
+            )
+        if system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+            line = dataclasses.replace(line, prompt=[{"role": "system", "content": system}, *messages])
+        yield line
 
 
 def check_system(tokenizer: Any, system: str | None) -> None:

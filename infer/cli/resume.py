@@ -1,11 +1,11 @@
 """Continue the answers of an earlier run: finished answers are kept, missing and failed ones are generated.
 
 A record belongs to the line of the input with its request id and prompt. It must have been made with the
-settings that the line has now, so every record holds its settings: `run_config`, by key of the command line,
-without defaults. They are compared before a model is loaded."""
+settings that the line has now: `run_config`, by key of the command line, without defaults."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -81,9 +81,9 @@ def find_resume_state(
     read_lines: Callable[[], Iterator[PromptLine]],
     config_of: Callable[[PromptLine], RunConfig],
 ) -> ResumeState:
-    """Match the records of `source` with the lines that every call of `read_lines` reads from the beginning;
-    `config_of` returns the settings that a line would be answered with now. UserError IDLM-0444 when a record
-    belongs to no line, IDLM-0463 when it was made with other settings."""
+    """Match the records of `source` with the lines that `read_lines` reads from the beginning; `config_of`
+    returns the settings of a line. UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it
+    was made with other settings."""
     expected: dict[str, _Expected] = {}
     shared: RunConfig = {}
     for line in read_lines():
@@ -139,20 +139,16 @@ def _records(source: Path, broken: list[int]) -> Iterator[tuple[int, dict[str, A
     """Line numbers and records. Lines that are neither a whole record nor blank are added to `broken`."""
     with source.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
-            try:
+            record: Any = None
+            with contextlib.suppress(ValueError):
                 record = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and record.keys() >= RECORD_KEYS and _has_types(record):
+            types = {"request_id": str, "index": int, "run_config": dict}
+            is_object = isinstance(record, dict) and record.keys() >= RECORD_KEYS
+            if is_object and all(isinstance(record.get(key, kind()), kind) for key, kind in types.items()):
                 # A record that does not say its settings was made with others: it is refused, never dropped.
                 yield number, {"run_config": {}, **record}
             elif raw.strip():
                 broken.append(number)
-
-
-def _has_types(record: dict[str, Any]) -> bool:
-    types = {"request_id": str, "index": int, "run_config": dict}
-    return all(isinstance(record.get(key, kind()), kind) for key, kind in types.items())
 
 
 def _hash(prompt: Any) -> int:
@@ -190,9 +186,8 @@ def difference(there: RunConfig, here: RunConfig) -> str | None:
 
 
 def model_digest(model: str, *, base: str | None = None) -> str:
-    """Digest of a checkpoint's configuration, tokenizer and weights (`idlm.lora.base_identity`). For an
-    adapter: of its own files and the small ones of its base, which is at `base` or at the path that they
-    name."""
+    """Digest of a checkpoint's configuration, tokenizer and weights (`idlm.lora.base_identity`); of an
+    adapter's own files and the small ones of its base, which is at `base` or at the path that they name."""
     with translate_path_errors("IDLM-0600", model, fix="give another model="):
         directory = checkpoint_directory(model)
         folders, digest = [directory], hashlib.sha256()

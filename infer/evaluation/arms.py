@@ -50,8 +50,8 @@ class Arm(NamedTuple):
 
 
 def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
-    """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
-    the decoder does not fit the checkpoint."""
+    """The baseline of a checkpoint; `auto` decodes one token per pass. UserError if `given` does not fit
+    it."""
     from idlm.infer.decoders.base import DECODERS, fitting_decoders
 
     if given is None:
@@ -64,20 +64,18 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
                 label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
                 return Arm(label, name, dict(options))
         return None
-    name, chosen = given, DECODERS.get(given)
+    chosen = DECODERS.get(given)
     try:
         chosen(chosen.Config(), semantics)
     except UserError as error:
-        raise UserError(
-            error.code,
-            f"baseline={name} does not fit the checkpoint: {error.message}",
-            fix="leave baseline out (auto: one token per pass), or give baseline=null for none",
-        ) from error
-    return Arm(name, name, {})
+        problem = f"baseline={given} does not fit the checkpoint: {error.message}"
+        fix = "leave baseline out (auto: one token per pass), or give baseline=null for none"
+        raise UserError(error.code, problem, fix=fix) from error
+    return Arm(given, given, {})
 
 
 def read_arms(texts: Sequence[str]) -> list[Arm]:
-    """The decoders of `compare=`: `NAME` or `NAME:option:value`, with as many options as one likes. UserError
+    """The decoders of `compare=`: `NAME`, or `NAME:option:value` with any number of options. UserError
     IDLM-0484 for another form or two of one name, IDLM-0102 for an unknown decoder."""
     from idlm.infer.decoders.base import DECODERS
 
@@ -99,8 +97,8 @@ def read_arms(texts: Sequence[str]) -> list[Arm]:
 def run_arms(
     config: EvaluateConfig, arguments: EngineArguments, work: Callable[[Engine, SamplingParams], T]
 ) -> dict[str, T]:
-    """What `work` returns for each decoder, by its name: the baseline first, then the given decoder with its
-    accelerators, then those of `compare`. The baseline is checked before anything is decoded."""
+    """What `work` returns for each decoder, by its name: the baseline, the given decoder with its
+    accelerators, and those of `compare`."""
     arms = read_arms(config.compare)
 
     def first(engine: Engine) -> tuple[str, Arm | None, T]:
@@ -126,8 +124,7 @@ def run_arms(
 
 
 def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
-    """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
-    its own."""
+    """What `work` returns for an engine, whose memory is free afterwards: the next one sizes its own."""
     from idlm.devices import free_cached_memory
 
     engine = arguments.load()

@@ -7,10 +7,11 @@ Modules that import torch are imported inside functions, so that help and config
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,8 +54,7 @@ def run_evaluation(arguments: list[str]) -> int:
 
 
 def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
-    """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
-    why."""
+    """Evaluate, print the table, write the records. Returns status 1 when answers failed."""
     if config.harness == "lm_eval":
         from idlm.infer.evaluation.lm_eval_run import run_lm_eval
 
@@ -76,8 +76,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
 
 
 def load_task(config: EvaluateConfig) -> Task | FileTask:
-    """The task of `task=`: generated, or read from the file `data=`. UserError for an unknown name, a file
-    that is missing or is not the task's, and one that it does not take."""
+    """The task of `task=`: generated, or read from the file `data=`. UserErrors of both."""
     from idlm.infer.evaluation.file_tasks import FILE_TASKS
     from idlm.tasks import TASKS
 
@@ -116,8 +115,7 @@ def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSam
 
 
 def table(results: dict[str, Evaluation]) -> str:
-    """Plain text, one line per decoder, with 95 % confidence intervals; then each one's difference to the
-    first, over the same prompts."""
+    """A line for each decoder, with 95 % confidence intervals; then differences to the first."""
     width = max(10, *map(len, results))
     lines = [
         f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'95%-interval':>13} {'acceptance':>10} "
@@ -145,21 +143,15 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
     with answer_file(output) as answers:
         for name, result in results.items():
             for sample, done, verdict in zip(repeated, result.completions, result.verdicts, strict=True):
-                answers.write(
-                    {
-                        "decoder": name,
-                        "prompt": sample.prompt,
-                        "reference": sample.response,
-                        "verdict": dataclasses.asdict(verdict),
-                        "completion": figures(done),
-                    }
-                )
+                record = {"decoder": name, "prompt": sample.prompt, "reference": sample.response}
+                judged = {"verdict": dataclasses.asdict(verdict), "completion": figures(done)}
+                answers.write(record | judged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Figures of one engine on one set of prompts. A failed answer (memory, logits) counts as wrong.
-    `seconds` is the wall-clock time of decoding all prompts as a batch."""
+    `seconds` is the wall time of all answers."""
 
     num_prompts: int
     exact_match: float
@@ -197,7 +189,6 @@ class Evaluation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole batch."""
         return self.num_tokens / self.seconds
 
 
@@ -213,7 +204,7 @@ def evaluate(
     *,
     progress: AnswerProgress | None = None,
 ) -> Evaluation:
-    """Decode all prompts as one batch and check every answer. Prompt i uses a given seed + i, modulo 2**63.
+    """Decode all prompts as one batch and check every answer; prompt i has the given seed + i, modulo 2**63.
     Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded."""
     from idlm.infer.cli.batch import AnswerRun, check_lines
 
@@ -248,8 +239,8 @@ def evaluate(
         num_tokens=sum(len(done.token_ids) for done in completions),
         num_forwards=sum(done.num_forwards for done in completions),
         num_prompt_passes=sum(bool(done.token_ids) for done in completions),
-        accepted_by_position=_sum_columns([done.accepted_by_position for done in completions]),
-        tested_by_position=_sum_columns([done.tested_by_position for done in completions]),
+        accepted_by_position=_sum_columns(done.accepted_by_position for done in completions),
+        tested_by_position=_sum_columns(done.tested_by_position for done in completions),
         seconds=seconds,
         exactness=completions[0].exactness,
         completions=tuple(completions),
@@ -264,9 +255,8 @@ def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Grade:
     return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)
 
 
-def _sum_columns(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    width = max((len(row) for row in rows), default=0)
-    return tuple(sum(row[j] for row in rows if j < len(row)) for j in range(width))
+def _sum_columns(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*rows, fillvalue=0)))
 
 
 if __name__ == "__main__":

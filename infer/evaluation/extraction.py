@@ -47,15 +47,17 @@ def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     """Return the last Python code block after the thinking that defines one of the `names`, else the last one
     with any function, or None."""
     blocks = python_blocks(strip_thinking(text))
-    wanted = [block for block in blocks if any(_defines(block, name) for name in names)]
+    any_name = "|".join(map(re.escape, names)) or "(?!)"
+    defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
+    wanted = [block for block in blocks if re.search(defined, block, re.MULTILINE)]
     found = wanted or [block for block in blocks if _FUNCTION.search(block)]
     return found[-1] if found else None
 
 
 def python_blocks(text: str) -> list[str]:
-    """The contents of fenced blocks whose info string says Python or nothing, without their indentation. A
-    fence may follow the mark of a list or quotation or, if it says Python, any text. A block of Python ends
-    at the first fence before which it can be parsed, since a docstring may hold fences too."""
+    """The contents of fenced blocks whose info string is Python or empty, without their indentation. A fence
+    may follow the mark of a list or quotation or, of Python, any text. A block of Python ends at the first
+    fence before which it can be parsed, since a docstring may hold fences too."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     blocks, index = [], 0
     while index < len(lines):
@@ -114,11 +116,6 @@ def _code(lines: list[str], before: str) -> str:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
-
-
-def _defines(block: str, name: str) -> bool:
-    found = rf"^(?:(?:async )?def|class) {re.escape(name)}\b|^{re.escape(name)}\s*(?::[^=\n]*)?=(?!=)"
-    return re.search(found, block, re.MULTILINE) is not None
 
 
 def same_answer(given: str, expected: str) -> bool:

@@ -1,6 +1,5 @@
-"""Tasks whose problems are in a file that the user has, and the registry of them.
-
-They have the interface of generated tasks (idlm.tasks.base). Nothing is downloaded."""
+"""Tasks whose problems are in a file that the user has, and the registry of them. They have the interface of
+generated tasks (idlm.tasks.base)."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def verdict_of(*, is_correct: bool, reason: str) -> Grade:
 
 def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]:
     """Yield the objects of a file: JSON lines (may be compressed), or one JSON list."""
-    fields = task.fields
-    fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
+    fields, fix = task.fields, f"give data=FILE with the problems of {name}; nothing is downloaded"
     with translate_path_errors("IDLM-0481", path, fix=fix):
         if not Path(path).is_file():
             raise UserError("IDLM-0481", f"task={name}: data={path!r} is not a file", fix=fix)
@@ -125,10 +123,8 @@ def _objects(path: str, lines: Iterable[bytes], fix: str, *, is_list: bool) -> I
 
 def _has(record: Any, field: str, kind: type) -> bool:
     """Whether a field is there; `a|b` is met by either name."""
-    if not isinstance(record, dict):
-        return False
-    values = [record[name] for name in field.split("|") if name in record]
-    if not values or not isinstance(values[0], kind):
-        return False
-    found: Any = values[0]
-    return kind is not list or all(isinstance(item, str) for item in found)
+    names = [name for name in field.split("|") if isinstance(record, dict) and name in record]
+    value: Any = record[names[0]] if names else None
+    if kind is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind)

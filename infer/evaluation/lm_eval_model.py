@@ -1,7 +1,5 @@
-"""Tasks of lm-eval (EleutherAI's lm-evaluation-harness) with an engine as their model, offline.
-
-A task keeps its own prompts, filters and metrics; its problems are read from the file `data=`. Imported only
-with `harness=lm_eval`, since lm-eval is in the extra `eval`."""
+"""Tasks of lm-eval (EleutherAI's lm-evaluation-harness) with an engine as their model, offline. A task keeps
+its own prompts, filters and metrics; its problems are read from the file `data=`."""
 
 from __future__ import annotations
 
@@ -178,9 +176,8 @@ def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
 
 
 def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
-    """Make the task `name` read the `files`, and build its first request. Without a file of examples it has
-    those that it writes itself. UserError IDLM-0487 for an unknown task, one that runs code, files of another
-    task, and examples that no prompt has."""
+    """Make the task `name` read the `files`, and build its first request. UserError IDLM-0487 for an unknown
+    task, one that runs code, files of another task, and examples that no prompt has."""
     sources = _sources()
     if name not in sources:
         raise UserError(
@@ -213,15 +210,9 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
     except Exception as error:
         fix = f"install what it names, or give the problems of this task, with the fields of {source}"
         if "antlr4" in str(error):
-            fix = (
-                "leave harness= out and take task=math500: this task needs another antlr4 runtime than hydra"
-            )
-        raise UserError(
-            "IDLM-0487",
-            f"task={name} of lm-eval cannot be made from data={files.data!r}: "
-            f"{type(error).__name__}: {error}",
-            fix=fix,
-        ) from error
+            fix = "leave harness= out and take task=math500: this one needs another antlr4 runtime than hydra"
+        problem = f"task={name} of lm-eval cannot be made from data={files.data!r}"
+        raise UserError("IDLM-0487", f"{problem}: {type(error).__name__}: {error}", fix=fix) from error
     if files.fewshot_data is not None and num_fewshot == 0:
         raise UserError(
             "IDLM-0487",

@@ -1,7 +1,5 @@
 """What an evaluation harness asks of a language model, answered by an engine: texts up to a stop string, and
-log-likelihoods of continuations. All requests of a call are in the engine's queue, so it batches them.
-
-This file knows no harness; `lm_eval_model.py` is the adapter of lm-eval."""
+log-likelihoods of continuations. `lm_eval_model.py` is the adapter of lm-eval."""
 
 from __future__ import annotations
 
@@ -30,13 +28,7 @@ class EngineRequests:
     which the task says unless `params` does. `completions` holds every answer so far. With `is_chat`, texts
     come from `render_chat` and hold their special tokens already."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: SamplingParams,
-        *,
-        is_chat: bool = False,
-    ) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, *, is_chat: bool = False) -> None:
         self.engine, self.is_chat, self._params = engine, is_chat, params
         self.completions: list[Completion] = []
 
@@ -60,10 +52,8 @@ class EngineRequests:
         limits = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
         contexts = [self.encode(context) for context, _ in requests]
         # An answer that may be as long as everything has the room that its context leaves.
-        contexts = self._cut(
-            contexts,
-            [limit if limit > 0 else len(ids) for limit, ids in zip(limits, contexts, strict=True)],
-        )
+        longest = [limit if limit > 0 else len(ids) for limit, ids in zip(limits, contexts, strict=True)]
+        contexts = self._cut(contexts, longest)
         lines = [self._line(number, *each) for number, each in enumerate(zip(contexts, params, strict=True))]
         done = list(self._run(lines))
         self.completions += done

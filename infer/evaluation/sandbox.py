@@ -1,8 +1,6 @@
-"""Run a program that a model wrote against tests, in a sandbox that it cannot leave.
-
-No network, no files of the host but Python's own and those read-only, one temporary folder, no other process
-in sight, limits of time, memory, processes and files; `sandbox_namespaces.py` says how, `sandbox_child.py`
-who judges. Paper: arXiv 2604.11035, appendix H.4 (a sandboxed subprocess with a 10-second timeout)."""
+"""Run a program that a model wrote against tests, in a sandbox that it cannot leave (arXiv 2604.11035,
+appendix H.4): without network, files of the host but Python's own, or other processes, and with limits of
+time, memory, processes and files (`sandbox_namespaces.py`). `sandbox_child.py` judges."""
 
 from __future__ import annotations
 

@@ -28,18 +28,8 @@ DENIED = (
     *(428, 429, 430, 431, 432, 433, 442),  # the new mount interface
     *(321, 323, 298, 425, 426, 427),  # bpf, userfaultfd, perf_event_open, io_uring_{setup,enter,register}
     *(248, 249, 250, 303, 304),  # add_key, request_key, keyctl, name_to_handle_at, open_by_handle_at
-    *(
-        175,
-        313,
-        176,
-        246,
-        320,
-        169,
-        167,
-        168,
-        163,
-        103,
-    ),  # modules, kexec, reboot, swapon, swapoff, acct, syslog
+    *(175, 313, 176, 246, 320),  # init_module, finit_module, delete_module, kexec_load, kexec_file_load
+    *(169, 167, 168, 163, 103),  # reboot, swapon, swapoff, acct, syslog
     *(29, 30, 31, 64, 65, 68, 69, 71, 240),  # SysV and POSIX IPC, whose memory no limit of a process counts
     *(319, 447, 41, 135, 172, 173),  # memfd_create, memfd_secret, socket, personality, iopl, ioperm
 )

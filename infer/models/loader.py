@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import (
-    is_adapter,
-    read_json,
-    recover,
-    refuse_impossible_counts,
-    refuse_unknown_keys,
-    verify,
-)
+from idlm import checkpoint
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.paths import path_error
@@ -126,8 +119,8 @@ def read_outline(
         directory, adapter = _open(Path(path), base, semantics)
     except OSError as error:
         raise path_error("IDLM-0600", path, error, fix="give another model= or base=") from error
-    verify(directory, required=False)
-    config = read_json(directory / "config.json")
+    checkpoint.verify(directory, required=False)
+    config = checkpoint.read_json(directory / "config.json")
     architecture, family = _family(config)
     files = weights.locate(directory)
     spec = _with_possible_counts(family.spec(config), len(files))
@@ -177,16 +170,16 @@ def make_trunk(
 
 def _with_possible_counts(spec: ModelSpec, num_tensors: int) -> ModelSpec:
     """The spec, without `moe` if no layer has experts. Raises UserError IDLM-0603 for impossible counts."""
-    refuse_impossible_counts({"num_hidden_layers": spec.num_layers}, num_tensors)
+    checkpoint.refuse_impossible_counts({"num_hidden_layers": spec.num_layers}, num_tensors)
     if spec.moe is None or not any(map(spec.moe.is_in, range(spec.num_layers))):
         return replace(spec, moe=None)
-    refuse_impossible_counts({"num_experts": spec.moe.num_experts}, num_tensors)
+    checkpoint.refuse_impossible_counts({"num_experts": spec.moe.num_experts}, num_tensors)
     return spec
 
 
 def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
     directory = checkpoint_directory(path)
-    if is_adapter(directory):
+    if checkpoint.is_adapter(directory):
         adapter = open_adapter(directory, base=base, semantics=semantics)
         return adapter.base, adapter
     if base is not None:
@@ -203,8 +196,8 @@ def checkpoint_directory(path: str | Path) -> Path:
 
     Raises UserError IDLM-0600 if there is none."""
     directory = Path(path)
-    recover(directory)
-    if not (directory / "config.json").is_file() and not is_adapter(directory):
+    checkpoint.recover(directory)
+    if not (directory / "config.json").is_file() and not checkpoint.is_adapter(directory):
         raise _no_checkpoint(directory)
     return directory
 
@@ -236,7 +229,7 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     family = FAMILIES.get(given) if given in FAMILIES.names() else None
     if family is None or (family.model_types and config.get("model_type") not in family.model_types):
         raise _unknown_model(config, given, family)
-    refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
+    checkpoint.refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
     return str(given), family
 
 

@@ -20,20 +20,9 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.request import ANONYMOUS, QueueOrder
+from idlm.infer.server import messages
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error, internal_error
-from idlm.infer.server.messages import (
-    FAULT,
-    RECEIVE_BYTES,
-    AnswerEvent,
-    EngineInfo,
-    Message,
-    Stats,
-    joined,
-    pack,
-    params_message,
-    read_event,
-    unpacker,
-)
+from idlm.infer.server.messages import AnswerEvent, EngineInfo, Message, Stats
 from idlm.infer.server.metrics import Metrics
 from idlm.log import get_logger
 
@@ -109,7 +98,7 @@ class EngineClient:
         self._open |= dict.fromkeys(request_ids, generation)
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):
-                message = {"id": request_id, "prompt_ids": prompt, "params": params_message(params)}
+                message = {"id": request_id, "prompt_ids": prompt, "params": messages.params_message(params)}
                 await self._send({"type": "add", "turn": generation.turn, **message})
             for prompt in prompts:
                 await generation.wait_until_added()
@@ -125,7 +114,7 @@ class EngineClient:
             self._write(self._writer, {"type": "abort", "id": request_id})
 
     def _write(self, writer: asyncio.StreamWriter, message: Message) -> None:
-        writer.write(pack(message))
+        writer.write(messages.pack(message))
         self._owes_answer = True
 
     def _disconnect(self) -> None:
@@ -165,7 +154,7 @@ class EngineClient:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             # `close` ends a connection; it cannot end one that was not there yet.
             if not self._closing.is_set():
-                self._writer.write(pack({"type": "start", **dataclasses.asdict(self._arguments)}))
+                self._writer.write(messages.pack({"type": "start", **dataclasses.asdict(self._arguments)}))
                 failure = await self._read(reader)
         finally:
             status = await self._end(process, hangs=failure is not None)
@@ -195,11 +184,11 @@ class EngineClient:
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
         """Handle messages until the process ends; returns the error that it reports, or that it hangs."""
-        messages, num_silent = unpacker(), 0
+        inbox, num_silent = messages.unpacker(), 0
         while num_silent <= LOOKS_PER_TIMEOUT:
             try:
                 async with asyncio.timeout(self.timeout / LOOKS_PER_TIMEOUT):
-                    data = await reader.read(RECEIVE_BYTES)
+                    data = await reader.read(messages.RECEIVE_BYTES)
             except TimeoutError:
                 is_owed = self.state == "ready" and (self._owes_answer or bool(self._open))
                 num_silent = num_silent + 1 if is_owed else 0
@@ -209,8 +198,8 @@ class EngineClient:
             if not data:
                 return None
             num_silent, self._owes_answer = 0, False
-            messages.feed(data)
-            for message in messages:
+            inbox.feed(data)
+            for message in inbox:
                 if message["type"] == "failed":
                     return UserError(message["code"], message["message"], fix=message["fix"])
                 self._handle(message)
@@ -224,7 +213,7 @@ class EngineClient:
         match message["type"]:
             case "step":
                 self._metrics.step(Stats(*message["stats"]))
-                events = list(map(read_event, message["events"]))
+                events = list(map(messages.read_event, message["events"]))
                 self._metrics.generation_tokens.inc(sum(len(event.token_ids) for event in events))
                 for event in events:
                     self._deliver(event)
@@ -291,7 +280,7 @@ class Generation:
         if isinstance(answer, ApiError):
             raise answer
         if answer["type"] == "refused":
-            if answer["code"] == FAULT:
+            if answer["code"] == messages.FAULT:
                 raise internal_error()
             raise UserError(answer["code"], answer["message"], fix=answer["fix"])
         self.notes = answer["notes"]
@@ -339,7 +328,7 @@ class Generation:
             if not is_first and event.figures is None and self._sinks(choice, event):
                 return
             unread = self._unread.get(choice)
-            self._unread[choice] = event if unread is None else joined(unread, event)
+            self._unread[choice] = event if unread is None else messages.joined(unread, event)
         self._has_news.set()
 
     def _sinks(self, choice: int, event: AnswerEvent) -> bool:

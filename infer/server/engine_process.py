@@ -21,17 +21,8 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
 from idlm.infer.request import QueueOrder
-from idlm.infer.server.messages import (
-    FAULT,
-    RECEIVE_BYTES,
-    EngineInfo,
-    Message,
-    engine_stats,
-    error_message,
-    event_message,
-    pack,
-    unpacker,
-)
+from idlm.infer.server import messages
+from idlm.infer.server.messages import EngineInfo, Message
 from idlm.infer.structured.grammar import Compiling
 from idlm.log import get_logger
 
@@ -53,18 +44,18 @@ def main() -> int:
 
 def run(connection: socket.socket) -> int:
     """Build the engine that the first message asks for, and serve it; returns the exit status."""
-    inbox, messages = Inbox(connection), list[Message]()
-    while inbox.is_open and not messages:
-        messages = inbox.take(None)
-    if not messages:
+    inbox, received = Inbox(connection), list[Message]()
+    while inbox.is_open and not received:
+        received = inbox.take(None)
+    if not received:
         return 0
-    [start] = messages
+    [start] = received
     try:
         del start["type"]
         engine = EngineArguments(**start).load()
     except UserError as error:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(pack({"type": "failed", **error_message(error)}))
+            connection.sendall(messages.pack({"type": "failed", **messages.error_message(error)}))
         return command.USER_ERROR_STATUS
     # The first constraint reads the vocabulary, which holds the interpreter's lock for a second or more.
     engine.begin_grammar(SamplingParams(constraint=Constraint(kind="json_object")))
@@ -72,7 +63,7 @@ def run(connection: socket.socket) -> int:
     gc.collect()
     gc.freeze()
     with contextlib.closing(engine), contextlib.suppress(ConnectionError):
-        connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
+        connection.sendall(messages.pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
         EngineLoop(engine, inbox, connection).run()
     return 0
 
@@ -95,7 +86,7 @@ def engine_info(engine: Engine) -> EngineInfo:
 
 class Inbox:
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._unpacker = connection, unpacker()
+        self._connection, self._unpacker = connection, messages.unpacker()
         # Not `select`, which refuses the descriptor that a front end with 1,000 clients hands on.
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -105,7 +96,7 @@ class Inbox:
         """The messages that are here; waits up to `milliseconds` (None: for ever) for one, or for the end."""
         if self._poll.poll(milliseconds):
             try:
-                data = self._connection.recv(RECEIVE_BYTES)
+                data = self._connection.recv(messages.RECEIVE_BYTES)
             except ConnectionError:
                 data = b""
             self.is_open = bool(data)
@@ -165,24 +156,25 @@ class EngineLoop:
             turn = QueueOrder(*message["turn"])
             self._engine.add_request(request_id, prompt_ids, params, streams=True, turn=turn)
         except UserError as error:
-            self._send({"type": "refused", "id": request_id, **error_message(error)})
+            self._send({"type": "refused", "id": request_id, **messages.error_message(error)})
         except Exception:
             # A mistake of ours, found before anything is queued: other requests do not suffer from it.
             LOG.exception("a request could not be queued")
-            self._send({"type": "refused", "id": request_id, "code": FAULT, "message": "", "fix": ""})
+            hidden = {"code": messages.FAULT, "message": "", "fix": ""}
+            self._send({"type": "refused", "id": request_id, **hidden})
         else:
             compiled = None if grammar is None else grammar.result()
             notes = () if compiled is None or isinstance(compiled, UserError) else compiled.notes
             self._send({"type": "added", "id": request_id, "notes": list(notes)})
 
     def _report(self, events: list[StreamEvent]) -> None:
-        stats = engine_stats(self._engine)
+        stats = messages.engine_stats(self._engine)
         num_compiling = sum(message["params"].get("n", 1) for _, message in self._compiling.values())
         stats = stats._replace(num_waiting=stats.num_waiting + num_compiling)
-        self._send({"type": "step", "events": [event_message(event) for event in events], "stats": stats})
+        self._send({"type": "step", "events": list(map(messages.event_message, events)), "stats": stats})
 
     def _send(self, message: Message) -> None:
-        self._connection.sendall(pack(message))
+        self._connection.sendall(messages.pack(message))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from openai import OpenAI
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.server import engine_client
+from idlm.infer.server import messages
 from idlm.infer.server.messages import AnswerEvent, read_event
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.integration.server.servers import (
@@ -69,7 +69,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
             figures = event.figures and event.figures._replace(finish_reason=finish_reason)
             return event._replace(text=rest[:size], figures=figures)
 
-        monkeypatch.setattr(engine_client, "read_event", scripted)
+        monkeypatch.setattr(messages, "read_event", scripted)
 
     return put
 
