@@ -1,6 +1,5 @@
 """Loads a gated LoRA, a PEFT directory with gated=true in its semantics, onto the base it was trained on.
-
-Refuses an adapter that is not gated, another base and other shapes. `idlm.lora` defines the computation."""
+`idlm.lora` defines the computation."""
 
 from __future__ import annotations
 
@@ -35,10 +34,9 @@ class Adapter:
 
 
 def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semantics | None) -> Adapter:
-    """Check an adapter without loading its weights.
-
-    `base` overrides the path in adapter_config.json, `semantics` those of idlm_config.json. Raises UserError
-    IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612 (another base)."""
+    """Check an adapter without loading its weights. `base` overrides the path in adapter_config.json,
+    `semantics` idlm_config.json. Raises UserError IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no
+    base), 0612 (another base)."""
     verify(directory, required=False)
     spec = AdapterSpec.load(directory)
     meaning = Semantics.load(directory) if semantics is None else semantics
@@ -62,20 +60,16 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
 
 
 def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Compare the adapter with a trunk on the meta device, which gets it: nothing is allocated for a rank
-    that the stored tensors do not have.
-
-    Raises UserError IDLM-0613 with every tensor that does not fit, and targets that the base does not have.
-    """
+    """Compare the adapter with a trunk on the meta device, where no rank takes memory. Raises UserError
+    IDLM-0613 with every tensor that does not fit, and targets that the base does not have."""
     targets = _targets(empty, adapter, names)
     problems = weights.misfits(targets, adapter.files, (), source=ADAPTER_CONFIG)
     layers = [layer.projections(names) for layer in empty.layers if isinstance(layer, DenseLayer)]
     modules = {_last(module) for one in layers for paths, *_ in one.values() for module in paths}
     unknown = [name for name in adapter.spec.targets if name not in modules]
     if unknown:
-        problems.append(
-            f"target_modules names {len(unknown)} that the base does not have: {some_of(unknown)}"
-        )
+        what = f"target_modules names {len(unknown)} that the base does not have"
+        problems.append(f"{what}: {some_of(unknown)}")
     if problems:
         raise UserError(
             "IDLM-0613",

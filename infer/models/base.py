@@ -1,9 +1,8 @@
-"""Interfaces of a model: its spec, the part that a rank holds, the trunk's access to the KV cache, and a
-registry of families.
+"""Interfaces of a model: its spec, the part that a rank holds, the trunk's access to the KV cache, and
+families.
 
-A family maps `config.json` to a `ModelSpec` and names its tensors; it has no arithmetic and no state.
-A new one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
-KV heads, H head dim, S physical KV slots."""
+A family maps `config.json` to a `ModelSpec` and names its tensors, in one file of `families/`. R rows fed
+this pass, X rows whose logits are wanted, N query heads, K KV heads, H head dim, S KV slots."""
 
 from __future__ import annotations
 
@@ -103,19 +102,9 @@ class Shards:
 
     def local(self, spec: ModelSpec) -> ModelSpec:
         """The spec of one rank's layers; `moe` stays that of the whole model, whose router every rank has.
-
-        Raises UserError IDLM-0423 if `size` does not divide heads, hidden units or experts."""
-        if self.size > 1:
-            self._check(spec)
-        return replace(
-            spec,
-            num_heads=spec.num_heads // self.size,
-            num_kv_heads=spec.num_kv_heads // self.size,
-            ffn_width=spec.ffn_width // self.size,
-        )
-
-    def _check(self, spec: ModelSpec) -> None:
-        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "ffn_width")}
+        UserError IDLM-0423 if `size` does not divide heads, hidden units or experts."""
+        divided = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "ffn_width")}
+        sizes = dict(divided)
         if spec.moe is not None:
             sizes |= {name: getattr(spec.moe, name) for name in ("num_experts", "shared_ffn_width")}
         indivisible = [f"{name}={value}" for name, value in sizes.items() if value % self.size]
@@ -125,12 +114,11 @@ class Shards:
                 f"tensor_parallel={self.size} does not divide {', '.join(indivisible)} of the model",
                 fix="choose a divisor of them all",
             )
+        return replace(spec, **{name: value // self.size for name, value in divided.items()})
 
     def device(self, device: torch.device) -> torch.device:
         """The device of this rank: GPUs are numbered like ranks."""
-        if self.size == 1 or device.type != "cuda":
-            return device
-        return torch.device("cuda", self.rank)
+        return device if self.size == 1 or device.type != "cuda" else torch.device("cuda", self.rank)
 
     def part(self, size: int) -> slice:
         """This rank's part of `size` items; the last ranks may have fewer."""
@@ -243,9 +231,8 @@ class KVAccess(Protocol):
         ...
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
-        """Indices [I] of the rows that continue after the layer stored its keys and values; None: all.
-
-        Rows, and `slot_mapping_R`, then mean those."""
+        """Indices [I] of the rows that continue after the layer stored its keys and values; None: all. Rows,
+        and `slot_mapping_R`, then mean those."""
         ...
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor: ...

@@ -1,13 +1,13 @@
-"""Reads a decoder's `config.json` into a `ModelSpec`, and refuses what would silently change the arithmetic.
-
-One error reports all problems of a file. Fields that do not change the forward pass are ignored. Rope types
-must not depend on the length; they are read in the layout of transformers 5 (`rope_parameters`) and in the
-older one (`rope_theta` and `rope_scaling`)."""
+"""Reads a decoder's `config.json` into a `ModelSpec`, and refuses what would silently change the arithmetic;
+one error reports all problems of a file. Rope types must not depend on the length; they are read in the
+layout of transformers 5 (`rope_parameters`) and in the older one (`rope_theta` and `rope_scaling`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec
-from idlm.infer.models.rope import longest_context, scaled
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -79,7 +78,7 @@ class ConfigReader:
     def positive_float(self, name: str, default: float) -> float:
         """The field, or `default` if it is absent; 1 (and a problem) if it is unusable."""
         value = self.config.get(name, default)
-        if _is_positive(value):
+        if is_number(value) and value > 0:
             return float(value)
         self.problems.append(f"{name}={value!r} (must be a finite number above 0)")
         return 1.0
@@ -96,9 +95,7 @@ class ConfigReader:
         """Refuse a field whose value is not one of `allowed`; the field may be absent."""
         value = self.config.get(name, allowed[0])
         if value not in allowed:
-            self.problems.append(
-                f"{name}={value!r} (supported: {' or '.join(repr(item) for item in allowed)})"
-            )
+            self.problems.append(f"{name}={value!r} (supported: {' or '.join(map(repr, allowed))})")
 
     def check(self) -> None:
         if self.problems:
@@ -123,7 +120,6 @@ def dense_spec(
     moe: MoeSpec | None = None,
 ) -> ModelSpec:
     """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults.
-
     `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
     reader = ConfigReader(config)
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
@@ -131,9 +127,8 @@ def dense_spec(
     head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
     num_layers = reader.integer("num_hidden_layers", maximum=MAX_COUNT)
     if num_heads % num_kv_heads:
-        reader.problems.append(
-            f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
-        )
+        heads = f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
+        reader.problems.append(heads)
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
@@ -198,23 +193,20 @@ def _rope(
     default_theta: float | None,
     rotary_dim: int | None,
 ) -> tuple[tuple[float, ...], float, int]:
-    """`rope_inv_freq`, `rope_scaling` and `max_positions` of the spec; nothing, 1 and those given with a
-    problem."""
-    config, problems = reader.config, reader.problems
+    """`rope_inv_freq`, `rope_scaling` and `max_positions` of the spec; nothing and 1 with a problem."""
+    config, problems, nothing = reader.config, reader.problems, ((), 1.0, max_positions)
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     wrong = [key for key, value in given.items() if not (value is None or isinstance(value, dict))]
     if wrong:
         problems += [f"{key}={given[key]!r} (must be an object)" for key in wrong]
-        return (), 1.0, max_positions
+        return nothing
     parameters: dict[str, Any] = given["rope_scaling"] or given["rope_parameters"] or {}
     kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
-    found = _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None)
-    if found:
+    if found := _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None):
         problems += found
-        return (), 1.0, max_positions
-    scaling: Any = 1.0
-    longest = max_positions
+        return nothing
+    scaling, longest = 1.0, max_positions
     if kind == "default":
         rotated = head_dim if rotary_dim is None else rotary_dim
         inv_freq = 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
@@ -224,11 +216,11 @@ def _rope(
             longest = longest_context(config, parameters, kind, max_positions)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             problems.append(f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}")
-            return (), 1.0, max_positions
+            return nothing
     frequencies = inv_freq.tolist()
     if not _is_positive(scaling) or not all(map(_is_positive, frequencies)):
         problems.append(f"rope_parameters={parameters!r} give frequencies or a scale not above 0 and finite")
-        return (), 1.0, max_positions
+        return nothing
     return (*frequencies, *[0.0] * (head_dim // 2 - len(frequencies))), float(scaling), longest
 
 
@@ -254,3 +246,77 @@ def _rope_problems(
     elif not is_partial and partial not in (None, 1):
         problems.append(f"partial_rotary_factor={partial!r} (supported: 1)")
     return problems
+
+
+def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> ModelSpec:
+    """The spec of contexts up to `factor` times the trained length, by a larger base of the rotation.
+
+    NTK-aware extrapolation as LongLLaDA fits it to diffusion models (arXiv 2506.14429): the base b becomes
+    lambda * b with lambda = (T / 2 pi) ** (d / e) / b, where T is the longest context, d the rotated
+    dimensions and e = 2 * ceil(d / 2 * log_b(trained length / 2 pi)) those that went once round in training.
+    No dimension rotates faster than it did. Departure: lambda is not rounded up. Raises UserError IDLM-0620
+    for a checkpoint that scales its rotation already."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    rotated = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+    base = spec.rope_inv_freq[1] ** (-rotated / 2) if rotated >= 4 else 1.0
+    if kind != "default" or base <= 1:
+        what = f"rope_type={kind!r}" if kind != "default" else f"{rotated} dimensions that rotate alike"
+        raise UserError(
+            "IDLM-0620",
+            f"rope=ntk with rope_factor={factor:g} changes the rotation's base, and config.json has {what}",
+            fix="leave rope out, and use the checkpoint's own context",
+        )
+    trained = spec.trained_length or spec.max_positions
+    longest = int(factor * trained)
+    turned = 2 * math.ceil(rotated / 2 * math.log(max(trained / math.tau, 1.0 + 1e-6), base))
+    scale = max(1.0, (longest / math.tau) ** (rotated / turned) / base)
+    frequencies = tuple(
+        frequency * scale ** (-2 * index / rotated) for index, frequency in enumerate(spec.rope_inv_freq)
+    )
+    return replace(spec, rope_inv_freq=frequencies, max_positions=longest, trained_length=None)
+
+
+def longest_context(
+    config: Mapping[str, Any], parameters: Mapping[str, Any], kind: str, max_positions: int
+) -> int:
+    """The positions of a rotation: YaRN and linear scaling multiply the length of the training by `factor`,
+    where other recipes state the longer `max_position_embeddings`."""
+    factor = parameters.get("factor")
+    if kind not in ("linear", "yarn") or not is_number(factor):
+        return max_positions
+    return max(max_positions, int(factor * trained_positions(config, parameters, max_positions)))
+
+
+def trained_positions(config: Mapping[str, Any], parameters: Mapping[str, Any], max_positions: int) -> Any:
+    """The length of the training before the rotation was scaled; `max_positions` if config.json says none."""
+    stated = config.get("original_max_position_embeddings")
+    return parameters.get("original_max_position_embeddings", max_positions) if stated is None else stated
+
+
+def scaled(
+    config: dict[str, Any],
+    parameters: dict[str, Any],
+    kind: str,
+    theta: float,
+    head_dim: int,
+    max_positions: int,
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and scale by transformers' function of a rope type."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    view = SimpleNamespace(
+        rope_parameters={
+            **parameters,
+            "rope_type": kind,
+            "rope_theta": theta,
+            "original_max_position_embeddings": trained_positions(config, parameters, max_positions),
+        },
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_positions,
+        standardize_rope_params=lambda: None,
+    )
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](view, device=None)
+    return inv_freq.float(), scaling

@@ -10,6 +10,7 @@ head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,14 +27,15 @@ from idlm.kernels.row_compaction import gather_rows
 SUMMED = ("o", "down")
 """Projections whose input is divided among ranks: each rank computes a summand of their outputs, and the
 norm that follows is that of the sum."""
+MakeWeight = Callable[..., nn.Parameter]
+"""`empty_weight` of one device and dtype."""
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
 """Of a fused projection: its modules in the checkpoint, their output widths, weight and bias."""
 
 
 class LowRank(nn.Module):
-    """Gated LoRA of a fused projection, with an A and a B per part, zero for a part without adapter.
-
-    The projection's weight is stored before the A, so that one product computes both."""
+    """Gated LoRA of a fused projection, with an A and a B per part, zero for a part without adapter. The
+    projection's weight is stored before the A, so that one product computes both."""
 
     def __init__(
         self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scaling: float
@@ -53,16 +55,12 @@ class LowRank(nn.Module):
 
 
 class Layer(nn.Module, ABC):
-    """Attention and both norms of a layer; a subclass adds the feed-forward part.
+    """Attention and both norms of a layer; a subclass adds the feed-forward part. Query, key and value rows
+    are stacked in `qkv`."""
 
-    Query, key and value rows are stacked in `qkv`."""
-
-    def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
-    ) -> None:
+    def __init__(self, spec: ModelSpec, shards: Shards, empty: MakeWeight) -> None:
         super().__init__()
         self.shards, spec = shards, shards.local(spec)
-        empty = partial(empty_weight, device=device, dtype=dtype)
         fused_heads, o_width = spec.num_heads + 2 * spec.num_kv_heads, spec.num_heads * spec.head_dim
         self.attention_norm = empty(spec.width)
         self.qkv = empty(fused_heads * spec.head_dim, spec.width)
@@ -89,13 +87,12 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """This rank's summand of the feed-forward output [R, D]; padding rows (negative slot) may have any
-        finite values."""
+        """This rank's summand of the output [R, D]; padding rows (negative slot) may have any finite
+        values."""
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
-        """Projection `name` of all rows, [R, E]; an adapter changes the rows of the gate only.
-
-        Of `o` and `down` it is this rank's summand; the first rank's has the bias."""
+        """Projection `name` of all rows [R, E], of `o` and `down` this rank's summand (the first rank's has
+        the bias); an adapter changes the rows of the gate only."""
         weight_ED, bias_E, lora = self.operands(name, gate_R)
         own_bias_E = None if name in SUMMED and self.shards.rank else bias_E
         return linears.linear(x_RD, weight_ED, bias_E=own_bias_E, lora=lora)
@@ -113,8 +110,8 @@ class Layer(nn.Module, ABC):
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
     ) -> tuple[Tensor, Tensor, Rows]:
-        """This rank's summand of the output, the residual to add the output to (in place of `residual_RD`),
-        and the remaining rows. `x_RD` is such a summand if there is a residual."""
+        """This rank's summand of the output, the residual to add the output to, and the remaining rows.
+        `x_RD` is such a summand if there is a residual."""
         spec, add_rms_norm = self.spec, self.shards.add_rms_norm
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
@@ -140,15 +137,12 @@ class Layer(nn.Module, ABC):
 
 
 class DenseLayer(Layer):
-    """A layer with a SwiGLU; gate and up rows are stacked in `gate_up`.
+    """A layer with a SwiGLU; gate and up rows are stacked in `gate_up`. `fp8.quantise` replaces each of the
+    four matrices by an `Fp8Weight`."""
 
-    `fp8.quantise` replaces each of the four matrices by an `Fp8Weight`."""
-
-    def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
-    ) -> None:
-        super().__init__(spec, device, dtype, shards)
-        spec, empty = self.spec, partial(empty_weight, device=device, dtype=dtype)
+    def __init__(self, spec: ModelSpec, shards: Shards, empty: MakeWeight) -> None:
+        super().__init__(spec, shards, empty)
+        spec = self.spec
         self.gate_up = empty(2 * spec.ffn_width, spec.width)
         self.gate_up_bias = empty(2 * spec.ffn_width) if spec.mlp_bias else None
         self.down = empty(spec.width, spec.ffn_width)
@@ -199,7 +193,7 @@ class DenseTrunk(nn.Module):
         self.spec, self.shards = spec, shards
         empty = partial(empty_weight, device=device, dtype=dtype)
         self.embed = empty(spec.vocab_size, spec.width)
-        self.layers = nn.ModuleList(self._layer(number, device, dtype) for number in range(spec.num_layers))
+        self.layers = nn.ModuleList(self._layer(number, empty) for number in range(spec.num_layers))
         self.final_norm = empty(spec.width)
         own_rows_VD = self.embed[shards.part(spec.vocab_size)]
         self.head = own_rows_VD if spec.tie_embeddings else empty(*own_rows_VD.shape)
@@ -208,8 +202,8 @@ class DenseTrunk(nn.Module):
         self.is_adapted = False
         self.mask_row: nn.Parameter | None = None
 
-    def _layer(self, number: int, device: torch.device, dtype: torch.dtype) -> Layer:
-        return DenseLayer(self.spec, device, dtype, self.shards)
+    def _layer(self, number: int, empty: MakeWeight) -> Layer:
+        return DenseLayer(self.spec, self.shards, empty)
 
     def forward(
         self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
@@ -228,9 +222,8 @@ class DenseTrunk(nn.Module):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """The head [V, D] for the kernel that stores no logits. None where it does not apply: this rank has a
-        part of the head, the device cannot run it, or no bit of a row may depend on how many rows there are.
-        """
+        """The head [V, D] for the kernel that stores no logits. None where it does not apply: on a part of
+        the head, on other devices, and where no bit of a row may depend on how many rows there are."""
         is_whole, is_free = self.shards.size == 1, not self.linears.deterministic
         return self.head if is_whole and is_free and has_fused(self.head.device) else None
 
@@ -245,9 +238,8 @@ class DenseTrunk(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTarget:
-    """Where a checkpoint tensor is copied to.
-
-    The tensor in the file must have `shape`; its slice `part`, with rows in `order`, is copied to `view`."""
+    """Where a checkpoint tensor of this `shape` is copied to: its slice `part`, with rows in `order`, to
+    `view`."""
 
     view: Tensor
     shape: tuple[int, ...]
@@ -287,20 +279,17 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
 
 
 def head_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
-    """The checkpoint's dimension at each dimension of a head [H].
-
-    Kernels rotate dimension i with i + H/2; a partly rotated head pairs i with i + rotary_dim/2. Queries and
-    keys are therefore reordered so that these pairs are H/2 apart, and the other dimensions rotate by 0.
-    Scores are sums over dimensions and do not change."""
+    """The checkpoint's dimension at each dimension of a head [H]. Kernels rotate dimension i with i + H/2; a
+    partly rotated head pairs i with i + rotary_dim/2. Queries and keys are reordered so that these pairs are
+    H/2 apart, and the other dimensions rotate by 0. Scores are sums over dimensions and do not change."""
     half, rest = rotary_dim // 2, (spec.head_dim - rotary_dim) // 2
     first, second, third, fourth = torch.arange(spec.head_dim).split((half, half, rest, rest))
     return torch.cat((first, third, second, fourth))
 
 
 def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
-    """Targets of one module with all query heads, then all key heads, then all value heads.
-
-    A rank reads all rows and keeps those of its heads."""
+    """Targets of one module with all query heads, all key heads, and all value heads, of which a rank keeps
+    its own."""
     spec, size = layer.spec, layer.shards.size
     kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rotated, order = sum(kinds[:2]), None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)

@@ -1,8 +1,7 @@
 """Lossy fp8 (e4m3) weights of projections, and the scales of an fp8 KV cache.
 
-Embedding, head, norms, biases and an adapter's B keep their dtype: errors of the head would go directly into
-the probabilities, and a step reads few rows of the embedding. An adapter's A is quantised with the projection
-that it shares a product with; it acts on drafts only."""
+Embedding, head, norms, biases and an adapter's B keep their dtype. An adapter's A, which acts on drafts only,
+is quantised with the projection that it shares a product with."""
 
 from __future__ import annotations
 
@@ -38,9 +37,8 @@ def check_device(device: torch.device) -> None:
 
 
 def quantise(trunk: DenseTrunk) -> None:
-    """Replace the parameters of this rank's projections by `Fp8Weight`s, one at a time to save memory.
-
-    Raises UserError IDLM-0617 for a model with experts."""
+    """Replace the parameters of this rank's projections by `Fp8Weight`s, one at a time to save memory. Raises
+    UserError IDLM-0617 for a model with experts."""
     if trunk.spec.moe is not None:
         refuse("weights=fp8 (allowed: auto)")
     for layer in trunk.layers:
@@ -57,10 +55,8 @@ def quantise(trunk: DenseTrunk) -> None:
 
 
 def _compact(weight: Fp8Weight) -> None:
-    """Move the weight to new memory, by way of the host; views stay valid.
-
-    It may fill half of a segment that the wider weight left, which the allocator cannot return to the driver;
-    the KV pool is sized by the driver's free memory."""
+    """Move the weight to new memory, by way of the host; views stay valid. It may fill half of a segment that
+    the wider weight left, which would not count as free memory for the KV pool."""
     storage = weight.values_ED.untyped_storage()
     if storage.device.type != "cuda":
         return
@@ -90,7 +86,6 @@ def read_kv_scales(
     files: Mapping[str, Path], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
 ) -> Tensor:
     """fp32 scales [2 (keys, values), layers, KV heads of this rank]; an fp8 cache stores value / scale.
-
     Raises UserError IDLM-0614 if some are missing or not positive numbers."""
     scales, problems = [], []
     for name in names.kv_scales(spec.num_layers):

@@ -19,9 +19,8 @@ from idlm.files.paths import path_error
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
-from idlm.infer.models.config import MUST_BE_NULL
+from idlm.infer.models.config import MUST_BE_NULL, extended
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
-from idlm.infer.models.rope import extended
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 
@@ -35,10 +34,8 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model and the semantics of its checkpoint.
-
-    `local` is the spec of this rank's layers. `directory` has the config.json: the checkpoint, or the base of
-    an adapter. `kv_scales`: see `fp8.read_kv_scales`."""
+    """A loaded model. `local` is the spec of this rank's layers. `directory` has the config.json: the
+    checkpoint, or the base of an adapter. `kv_scales`: see `fp8.read_kv_scales`."""
 
     trunk: DenseTrunk
     spec: ModelSpec
@@ -61,9 +58,8 @@ def slot_share(model: LoadedModel, itemsize: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A checked checkpoint before its weights are loaded.
-
-    `targets` are on the meta device; `ignored` names the tensors that are deliberately not read."""
+    """A checked checkpoint before its weights are loaded. `targets` are on the meta device; `ignored` names
+    the tensors that are deliberately not read."""
 
     directory: Path
     adapter: Adapter | None
@@ -111,10 +107,9 @@ def read_outline(
     shards: Shards = ALONE,
 ) -> Outline:
     """Check the directory `path`, a whole model or a gated adapter with its base, before weights are loaded.
-
-    `dtype` "auto" is the checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in
-    either, and `base` the path of an adapter's base. `rope_factor`: see `rope.extended` (None: the
-    checkpoint's own rotation). Raises UserError (IDLM-0302, 0303, 0600 to 0619)."""
+    `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the path of an
+    adapter's base. `rope_factor`: see `extended` (None: the checkpoint's own rotation). Raises UserError
+    (IDLM-0302, 0303, 0600 to 0619)."""
     try:
         directory, adapter = _open(Path(path), base, semantics)
     except OSError as error:
@@ -183,18 +178,14 @@ def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> t
         adapter = open_adapter(directory, base=base, semantics=semantics)
         return adapter.base, adapter
     if base is not None:
-        raise UserError(
-            "IDLM-0611",
-            f"base={base}, but {directory} is not an adapter",
-            fix="leave base= out for a whole model",
-        )
+        problem = f"base={base}, but {directory} is not an adapter"
+        raise UserError("IDLM-0611", problem, fix="leave base= out for a whole model")
     return directory, None
 
 
 def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a model or adapter, recovered if saving it was interrupted.
-
-    Raises UserError IDLM-0600 if there is none."""
+    """The directory of a model or adapter, recovered if saving it was interrupted. UserError IDLM-0600 if
+    there is none."""
     directory = Path(path)
     checkpoint.recover(directory)
     if not (directory / "config.json").is_file() and not checkpoint.is_adapter(directory):

@@ -6,35 +6,31 @@ D width, E experts of this rank, F ffn of an expert."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from idlm.errors import UserError
-from idlm.infer.models.base import ALONE, ModelSpec, MoeSpec, Shards, TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, Rows, WeightTarget, empty_weight, target_of
+from idlm.infer.models.base import ModelSpec, MoeSpec, Shards, TensorNames
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, MakeWeight, Rows, WeightTarget, target_of
 from idlm.kernels.experts import experts, route
 from idlm.kernels.linear import Linears
 
 
 class Experts(nn.Module):
-    """A router and its experts; gate and up rows of an expert are stacked.
+    """A router and its experts; gate and up rows of an expert are stacked. A router with sigmoid scores is
+    kept in fp32, because its scores are close together."""
 
-    A router with sigmoid scores is kept in fp32, because its scores are close together."""
-
-    def __init__(
-        self, moe: MoeSpec, width: int, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
-    ) -> None:
+    def __init__(self, moe: MoeSpec, width: int, shards: Shards, empty: MakeWeight) -> None:
         super().__init__()
         self.moe, self.shards = moe, shards
         self.here = shards.part(moe.num_experts)
-        wide = torch.promote_types(dtype, torch.float32)
-        empty = partial(empty_weight, device=device, dtype=dtype)
+        router = empty(moe.num_experts, width)
+        wide = torch.promote_types(router.dtype, torch.float32)
         is_sigmoid = moe.score == "sigmoid"
-        self.router = empty_weight(moe.num_experts, width, device=device, dtype=wide if is_sigmoid else dtype)
-        self.router_bias = empty_weight(moe.num_experts, device=device, dtype=wide) if moe.has_bias else None
+        self.router = empty(moe.num_experts, width, dtype=wide) if is_sigmoid else router
+        self.router_bias = empty(moe.num_experts, dtype=wide) if moe.has_bias else None
         num = self.here.stop - self.here.start
         self.gate_up = empty(num, 2 * moe.ffn_width, width)
         self.down = empty(num, width, moe.ffn_width)
@@ -49,10 +45,9 @@ class Experts(nn.Module):
         slot_mapping_R: Tensor | None = None,
         positions_R: Tensor | None = None,
     ) -> Tensor:
-        """This rank's summand of the weighted sum of the chosen experts' outputs plus the shared expert's.
-
-        Sums run in fp32 and in order of experts. Rows with a negative slot are padding and reach no expert.
-        A router with a capacity needs positions."""
+        """This rank's summand of the weighted sum of the chosen experts' outputs plus the shared expert's, in
+        fp32 and in order of experts. Rows with a negative slot are padding and reach no expert. A router with
+        a capacity needs positions."""
         experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R, positions_R)
         shared_RD = None
         if self.shared_gate_up is not None and self.shared_down is not None:
@@ -101,12 +96,10 @@ class Experts(nn.Module):
 
 
 class MoeLayer(Layer):
-    def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
-    ) -> None:
-        super().__init__(spec, device, dtype, shards)
+    def __init__(self, spec: ModelSpec, shards: Shards, empty: MakeWeight) -> None:
+        super().__init__(spec, shards, empty)
         assert spec.moe is not None
-        self.mlp = Experts(spec.moe, spec.width, device, dtype, shards)
+        self.mlp = Experts(spec.moe, spec.width, shards, empty)
 
     def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
         return self.mlp.targets(number, names)
@@ -118,20 +111,19 @@ class MoeLayer(Layer):
 class MoeTrunk(DenseTrunk):
     """`DenseTrunk` with experts in all layers but `spec.moe.dense_layers`."""
 
-    def _layer(self, number: int, device: torch.device, dtype: torch.dtype) -> Layer:
+    def _layer(self, number: int, empty: MakeWeight) -> Layer:
         assert self.spec.moe is not None
         kind = MoeLayer if self.spec.moe.is_in(number) else DenseLayer
-        return kind(self.spec, device, dtype, self.shards)
+        return kind(self.spec, self.shards, empty)
 
 
 def check_blocks(moe: MoeSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
     """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
-    that experts are chosen by. `block_size` None: not known here."""
+    that experts are chosen by."""
     if moe.capacity is None:
         return
-    size = moe.block_size
-    if block_size not in (None, size):
-        refuse(f"block_size={block_size} where experts are chosen by blocks (allowed: {size})")
+    if block_size not in (None, moe.block_size):
+        refuse(f"block_size={block_size} where experts are chosen by blocks (allowed: {moe.block_size})")
     if feeds_parts:
         refuse("passes over parts of a block (decoder.dual_cache=true) where experts are chosen by blocks")
 

@@ -1,7 +1,5 @@
-"""Finds the safetensors files of a checkpoint and copies their tensors; never opens pickles.
-
-First the headers are checked for names and shapes; then the data is copied one tensor at a time into memory
-that the model already owns."""
+"""Finds the safetensors files of a checkpoint, checks their headers, and copies their tensors one at a time
+into memory that the model already owns; never opens pickles."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ OTHER_FORMATS = {
 FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
-"""Called by `copy` after each tensor with the bytes copied and in all. It is a context variable because the
-command line that shows progress is many calls above `copy`."""
+"""Called by `copy` after each tensor with the bytes copied and in all: the command line that shows progress
+is many calls above it."""
 
 
 def locate(directory: Path) -> dict[str, Path]:
@@ -76,9 +74,8 @@ def other_format(path: Path) -> str | None:
 
 
 def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str]) -> None:
-    """Compare names, shapes and types; reads headers only, so targets may be on the meta device.
-
-    Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors."""
+    """Compare names, shapes and types in headers; targets may be on the meta device. Raises UserError
+    IDLM-0603 with all missing, unused, wrong-shaped and integer tensors."""
     problems = misfits(targets, files, ignored, source="config.json")
     if problems:
         raise UserError(
@@ -91,9 +88,8 @@ def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignore
 def misfits(
     targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str], *, source: str
 ) -> list[str]:
-    """Messages about names, shapes and types that do not fit; `source` is the file with the shapes.
-
-    Integer tensors are refused: they are codes of quantised weights, which need scales."""
+    """Messages about names, shapes and types that do not fit; `source` is the file with the shapes. Integers
+    are codes of quantised weights, which need scales."""
     wrong_shapes, wrong_types = [], []
     for path, names in _by_file(targets, files).items():
         with _opened(path) as file:

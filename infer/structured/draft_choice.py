@@ -1,17 +1,16 @@
 """Grammars that follow sequences as the device decodes them, and the choice of drafts that fit.
 
 A token that the grammar forces is a draft without a draw: nothing else may follow, so the test accepts it.
-Elsewhere a draft that fits is the first of several independent draws from q that the grammar allows: its law
-is q conditioned on the allowed tokens, because which tokens those are depends on earlier tokens alone. If no
-draw fits, it is the allowed token with the highest id, which is certain then: whether the draws fit says
-nothing about the tokens to come, so that either way the draft's law is known and the test of drafts stays
-exact. The tokens of a BPE vocabulary with high ids are long, so that it is mostly the usual spelling of a
-text that the grammar prescribes.
+Elsewhere a draft is the first of several independent draws from q that the grammar allows: its law is q
+conditioned on the allowed tokens, which depend on earlier tokens alone. If no draw fits, it is the allowed
+token with the highest id, which is certain then: whether the draws fit says nothing about the tokens to come,
+so that the draft's law is known and the test of drafts stays exact. (Tokens of a BPE vocabulary with high ids
+are long: it is mostly the usual spelling of a text that the grammar prescribes.)
 
-The device waits for this choice. A question about tokens takes one to four microseconds under the
-interpreter's lock, a forced text ten, and a mask, in threads, ten where few tokens may follow and hundreds
-within a text, where most draws fit: masks answer only what is left.
-Shapes: J drafts, C candidates, b followers, Y rows that get masks, W words of bits."""
+The device waits for this choice. A question about tokens takes 1 to 4 us under the interpreter's lock, a
+forced text 10, and a mask, in threads, 10 where few tokens may follow and hundreds within a text, where most
+draws fit: masks answer only what is left. Shapes: J drafts, C candidates, b followers, Y rows that get masks,
+W words of bits."""
 
 from __future__ import annotations
 
@@ -28,15 +27,14 @@ from idlm.infer.state.batch import to_host
 from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits, num_words
 
 SLOW_BITS = 0.01
-"""Seconds for bits of a pass, beyond which the next ones find out whose grammar is slow."""
+"""Seconds for bits of a pass, beyond which the next passes measure whose grammar is slow."""
 USUAL_MASK = 0.001
 """Seconds of a row of bits that are no excess."""
 
 
 class PassReadback:
-    """Device results of a pass, copied to the host: numbers of emitted tokens, the tokens, the first
-    candidates for the next drafts, all second ones, and so on (-1: there is no such draft). The copy is in
-    the order of the stream; reading it waits for nothing later."""
+    """Device results of a pass, copied to the host in the order of the stream: numbers of emitted tokens, the
+    tokens, all first candidates for the next drafts, all second ones, and so on (-1: no such draft)."""
 
     def __init__(self, values: Tensor, num_tokens: int, num_drafts: int) -> None:
         self._num_tokens, self._num_drafts = num_tokens, num_drafts
@@ -57,8 +55,7 @@ class PassReadback:
         return found
 
     def read(self, index: int) -> tuple[list[int], list[int], list[int]]:
-        """The tokens that the sequence at this position has emitted, the first candidates, and the second
-        ones if there are."""
+        """The emitted tokens of the sequence at this position, the first candidates, and the second ones."""
         num_emitted, *numbers = self._heads[index]
         candidates = numbers[self._num_tokens :]
         firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
@@ -70,12 +67,11 @@ class PassReadback:
 
 
 class Follower:
-    """The grammar of one sequence after the tokens that the device has emitted and the host has read, which
-    may be more than the answer has (`committed`).
-
-    `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
-    token itself if it was certain, else -1. `readback`: that of the last pass, and the position in its batch.
-    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
+    """The grammar of one sequence after the tokens that the host has read, which may be more than the answer
+    has (`committed`). `drafts`: those that the next pass tests, all of which fit; `ahead` is after them.
+    `only`: of each the token itself if it was certain, else -1. `readback`: that of the last pass, and the
+    position in its batch. `is_over`: nothing can follow. `firsts`: the first candidates for the next
+    drafts."""
 
     def __init__(self, committed: Grammar) -> None:
         self.committed, self._start = committed, committed.apart()
@@ -95,9 +91,8 @@ class Follower:
         return ahead
 
     def catch_up(self, num_drafts: int) -> bool:
-        """Wait for the last readback and follow its tokens. Returns whether drafts, at most so many,
-        have to be chosen: False if the first candidates fit, which are the drafts then, or if there are none.
-        """
+        """Wait for the last readback and follow its tokens. Returns whether drafts, at most so many, have to
+        be chosen: False if the first candidates fit, and become the drafts, or if there are none."""
         if self.readback is None:
             return False
         self._read, self.readback = self.readback, None
@@ -123,8 +118,7 @@ class Follower:
         return readback.candidates(index, len(self.drafts))
 
     def extend(self) -> bool:
-        """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
-        next."""
+        """Take what the grammar forces, and candidates that fit. Returns whether a mask is needed next."""
         matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
         while (index := len(drafts)) < len(firsts) and not matcher.is_stopped():
             if forced := matcher.compute_ff_tokens()[: len(firsts) - index]:
@@ -151,7 +145,7 @@ class Follower:
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
     """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it.
-    All bits are set for a grammar that is refused: its answer fails after this pass."""
+    All bits are set for a refused grammar, whose answer fails after this pass."""
     for follower, _, _ in rows:
         is_suspect = follower.committed.is_suspect or follower.committed.cost.is_on_trial
         if is_suspect and not follower.committed.cost.is_refused:
@@ -193,16 +187,17 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:
-    """The first candidate of each follower whose bit is set, and False; else the highest token whose bit is
-    set, and True. Every mask has a bit."""
+    """The first candidate of each follower whose bit is set, and False; else the highest set token, and
+    True."""
     rows_b = np.arange(len(ids_bC))
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
     fits_bC = (words_bC >> (ids_bC % WORD_BITS).astype(np.uint32)) & 1
     firsts_b = np.where(fits_bC.any(1), ids_bC[rows_b, fits_bC.argmax(1)], -1).tolist()
-    pairs = zip(bits_bW, firsts_b, strict=True)
-    return [(first, False) if first >= 0 else (_highest(bits_W), True) for bits_W, first in pairs]
-
-
-def _highest(bits_W: Any) -> int:
-    word = (bits_W != 0).tobytes().rfind(1)
-    return WORD_BITS * word + (int(bits_W[word]) & 0xFFFFFFFF).bit_length() - 1
+    found = []
+    for bits_W, first in zip(bits_bW, firsts_b, strict=True):
+        if is_certain := first < 0:
+            # Every mask has a bit.
+            word = (bits_W != 0).tobytes().rfind(1)
+            first = WORD_BITS * word + (int(bits_W[word]) & 0xFFFFFFFF).bit_length() - 1
+        found.append((first, is_certain))
+    return found

@@ -1,8 +1,5 @@
-"""Grammars of answers: compiled by llguidance, and followed token by token on the host.
-
-llguidance (Lark grammars, JSON schemas and regular expressions over bytes) says which tokens may come next as
-a bitmask over the vocabulary. It is imported when the first request has a constraint. Nothing here knows
-logits; `masks.py` applies the bits."""
+"""Grammars of answers: compiled by llguidance, which is imported when the first request has a constraint, and
+followed token by token on the host: as bitmasks over the vocabulary, which `masks.py` applies to logits."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger
 
 SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
-"""Seconds of CPU time from which a mask is slow, what all slow masks may take at once, and the share of the
-time that they may take in the long run."""
+"""Seconds of CPU time from which a mask is slow, of all slow masks at once, and their share in the long
+run."""
 WORK_OF_MASK = 3.0
-"""Of a pass, what a slow grammar costs for each second of its first mask, at least: the masks of drafts are
-slower still, and so is taking a token."""
+"""Seconds that a pass costs, at least, for each of a slow grammar's first mask: drafts and tokens cost
+too."""
 REFUSED_SECONDS = 60.0
 """How long a grammar that used the budget up is refused, and how long the budget counts as short then."""
 OWN_SECONDS = 0.05
@@ -43,13 +40,11 @@ STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
 NUM_PEERS, PEER_SECONDS = 8, 0.1
-"""Lexers of a grammar, as many as the threads that compute bits, and the time that further ones may take to
-compile: other grammars wait meanwhile."""
+"""Lexers of a grammar, as many as the threads that compute bits, and the time to compile further ones."""
 MAX_ITEMS_IN_ROW = 1200
 """States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
 STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 8000), 50_000_000
-"""Range of the states that a mask may visit, and their number times the grammar's length: each costs more
-in a larger grammar."""
+"""Range of the states that a mask may visit, and their number times the grammar's length."""
 LEXER_WORK = (200_000, 100_000)
 """Expressions that a lexer may make for the first mask, and for each further one: some 60 MB at most."""
 TRIM_SECONDS = 0.05
@@ -63,8 +58,8 @@ WORD_BITS = 32
 
 
 class Budget:
-    """Seconds of slow masks that are left to all grammars. The budget is that of the server: eight answers
-    whose masks are slow stall the others as much as one whose masks are eight times as slow."""
+    """Seconds of slow masks that are left to all grammars of the server: eight answers with slow masks stall
+    the others as much as one whose masks are eight times as slow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self._time, self._left = clock, clock(), SLOW_MASKS
@@ -96,8 +91,8 @@ class Cost:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether only one answer of such grammars may run at a time: the budget is short, and nothing says
-        that this one is fast."""
+        """Whether one answer of such grammars runs at a time: the budget is short, and this may not be
+        fast."""
         return self.budget.is_short and self.num_fast < FAST_PASSES
 
     @property
@@ -125,15 +120,13 @@ class Cost:
 
 
 class Grammar:
-    """The grammar of one answer, in the state after `token_ids`, which the answer has so far. `matcher` is
-    llguidance's; it allows or forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so
-    the time of the next one has to be found out. `follower`: what goes ahead with the device
-    (`draft_choice.Follower`), once a sequence decodes.
-
-    `notes`: what of the constraint is not enforced.
+    """The grammar of one answer, in the state after `token_ids`. `matcher` is llguidance's; it allows or
+    forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so the next is measured.
+    `follower`: what goes ahead with the device (`draft_choice.Follower`), once a sequence decodes. `notes`:
+    what of the constraint is not enforced. `cost` is that of all answers with this grammar.
 
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
-    token by lexer; `lexer` is this one's. `cost` is that of all answers with this grammar."""
+    token by lexer; `lexer` is this one's."""
 
     def __init__(self, matcher: Any, vocab_size: int, peers: Peers, cost: Cost, lexer: int = 0) -> None:
         self.matcher, self.vocab_size, self.peers, self.lexer = matcher, vocab_size, peers, lexer
@@ -150,8 +143,7 @@ class Grammar:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing can follow: the answer matches, and either ended in a stop token or no longer
-        answer matches."""
+        """Whether nothing can follow: the answer matches, and has a stop token or no longer one matches."""
         return bool(self.matcher.is_stopped())
 
     @property
@@ -167,8 +159,8 @@ class Grammar:
         self.is_suspect = self.cost.charge(seconds)
 
     def mask_seconds(self) -> float:
-        """Compute the next token's mask, which the matcher keeps. Returns the CPU time: time of day would
-        blame a grammar for a busy machine."""
+        """Compute the next token's mask, which the matcher keeps; returns the CPU time, whatever else
+        runs."""
         start = time.thread_time()
         self.matcher.compute_bitmask()
         return time.thread_time() - start
@@ -197,7 +189,7 @@ def num_words(grammar: Grammar) -> int:
 
 def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: torch.Tensor) -> None:
     """Write the tokens that may follow each grammar, and then each of its drafts, into `bits_YW` (int32 on
-    the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are."""
+    the host) from the given row on. Rows after a draft that does not fit stay as they are."""
     buffer = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
     # A thread takes neighbours, so that threads do not wait for each other's lexers.
     rows = sorted(rows, key=lambda one: one[0].lexer)
@@ -229,8 +221,7 @@ class GrammarCompiler:
 
     def grammar(self, constraint: Constraint) -> Grammar:
         """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
-        compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
-        llguidance."""
+        compiled, IDLM-0475 for tokens without a known text, and IDLM-0476 without llguidance."""
         compiled = self.begin(constraint).result()
         if isinstance(compiled, UserError):
             # The kept one would grow by a traceback each time.
@@ -238,8 +229,8 @@ class GrammarCompiler:
         return compiled.branch()
 
     def begin(self, constraint: Constraint) -> Compiling:
-        """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
-        the grammar is there once it is done. One that waits for others may be cancelled."""
+        """Begin to compile, in a thread that leaves the interpreter's lock free. A future may be
+        cancelled."""
         cost = self._cost(constraint)
         if cost.is_refused:
             refused = Compiling()
@@ -260,8 +251,7 @@ class GrammarCompiler:
         return compiling
 
     def _compile(self, constraint: Constraint) -> Grammar | UserError:
-        """The grammar, or why there is none: an error that was raised would keep frames, and what they hold,
-        for as long as the future is kept."""
+        """The grammar, or why there is none: a raised error would keep frames as long as the future."""
         start = time.perf_counter()
         try:
             compiled = self._checked(constraint)
@@ -311,12 +301,11 @@ class GrammarCompiler:
         llguidance, vocabulary = _llguidance(), self._vocabulary
         start, source = time.perf_counter(), _source(constraint, vocabulary, llguidance)
         fewest, maximum = STEP_ITEMS
-        first_work, step_work = LEXER_WORK
         limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
             step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), maximum),
-            initial_lexer_fuel=first_work,
-            step_lexer_fuel=step_work,
+            initial_lexer_fuel=LEXER_WORK[0],
+            step_lexer_fuel=LEXER_WORK[1],
         )
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
         self._seconds = time.perf_counter() - start

@@ -1,15 +1,12 @@
 """Masks of a pass whose sequences have grammars: logits of tokens that cannot follow become -inf.
 
-A forward pass needs tokens and drafts, which the device has, and no mask, so it runs while the host follows
-what the pass before emitted and computes bits. What follows hidden states waits for the bits and runs outside
-of CUDA graphs. Temperature and filters come after the masks, so that p is the AR law of the allowed tokens.
-q gets the mask of the drafts before it, because a draft outside of the grammar is always rejected: a pass
-draws several candidates for each of the next drafts at once, and the host takes the first that fits
+A forward pass needs no mask, so it runs while the host follows what the pass before emitted and computes
+bits. What follows hidden states waits for the bits and runs outside of CUDA graphs. Temperature and filters
+come after the masks, so that p is the AR law of the allowed tokens. q gets the mask of the drafts before it:
+a pass draws several candidates for each of the next drafts, and the host takes the first that fits
 (`draft_choice.py`). That is a draw from q without the tokens that do not fit, whose probabilities the next
-pass tests.
-Sequences without a grammar cost nothing here.
-Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M sequences with a
-grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates."""
+pass tests. Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M
+sequences with a grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ from torch import Tensor
 
 from idlm.infer.state.batch import Schedule, lane_of, to_device
 from idlm.infer.structured.draft_choice import Follower, PassReadback, choose_drafts, compute_masks
-from idlm.infer.structured.grammar import Grammar, num_words
+from idlm.infer.structured.grammar import num_words
 from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
 
 class PassGrammars:
-    """The grammars of the sequences that a pass decodes: their followers by position in the batch, and their
-    lanes. `greedy`: numbers of those that take the likeliest tokens. `index_M`: the positions on the device,
-    once `masked` has run."""
+    """The grammars of the sequences that a pass decodes: followers by position in the batch, and lanes.
+    `greedy`: numbers of those that take the likeliest tokens. `index_M`: the positions on the device, after
+    `masked`."""
 
     index_M: Tensor
 
@@ -39,9 +36,9 @@ class PassGrammars:
         self._num_drafts = 0
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
-        """Wait for the readback of earlier passes, follow it, and choose the drafts that this pass tests, at
-        most so many of a sequence. Returns lane, position and token of each draft of sequences whose drafts
-        are not all first candidates."""
+        """Wait for the readback of earlier passes, follow it, and choose the drafts that this pass tests.
+        Returns lane, position and token of each draft of sequences whose drafts are not all first
+        candidates."""
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
@@ -53,9 +50,8 @@ class PassGrammars:
         ]
 
     def bits(self, device: torch.device) -> Tensor:
-        """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
-        the host for `device`. All bits are set after the last draft that fits, and after the end of an
-        answer."""
+        """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] on the host.
+        All bits are set after the last draft that fits, and after the end of an answer."""
         followers, num_rows = list(self._followers.values()), 1 + self._num_drafts
         shape = len(followers), num_rows, num_words(followers[0].ahead)
         bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -73,8 +69,7 @@ class PassGrammars:
         self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None, *, keeps: bool
     ) -> Tensor:
         """`logits_XV` (a copy if it `keeps` them) with -inf for tokens that cannot follow, in the first A of
-        the X / B rows of each sequence with a grammar. In `store` the drafts that the pass tests lose the
-        same tokens."""
+        the X / B rows of each sequence with a grammar. The tested drafts in `store` lose the same tokens."""
         device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
         width = len(logits_XV) // num_sequences
         depths = range(min(1 + num_drafts, width))
@@ -99,8 +94,7 @@ class PassGrammars:
     def start_readback(
         self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None
     ) -> None:
-        """Begin to copy to the host what the pass emits, and the candidates for the next drafts (-1: there is
-        no such draft)."""
+        """Begin to copy to the host what the pass emits, and the candidates for the next drafts."""
         columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
         columns = [column[self.index_M] for column in columns]
         if candidates_MJC is not None:
@@ -114,19 +108,14 @@ class PassGrammars:
 
 def pass_grammars(schedule: Schedule) -> PassGrammars:
     requests = [schedule.requests[index] for index in schedule.grammars]
+    for grammar in schedule.grammars.values():
+        # It begins where the answer is when the sequence gets its lane.
+        grammar.follower = grammar.follower or Follower(grammar)
     return PassGrammars(
-        {index: follower_of(grammar) for index, grammar in schedule.grammars.items()},
+        {index: grammar.follower for index, grammar in schedule.grammars.items()},
         [lane_of(request) for request in requests],
         [m for m, request in enumerate(requests) if request.params.temperature == 0],
     )
-
-
-def follower_of(grammar: Grammar) -> Follower:
-    """The follower of a grammar, which begins where the answer is when a sequence gets its lane."""
-    if grammar.follower is None:
-        grammar.follower = Follower(grammar)
-    found: Follower = grammar.follower
-    return found
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:

@@ -33,7 +33,9 @@ class Vocabulary:
         pieces = _Pieces(source, vocab_size, eos_ids[0], tokenizer.unk_token_id)
         special = {*eos_ids, *hidden}
         if isinstance(tokenizer.backend_tokenizer.decoder, Fuse):
-            pieces.tokens = _joined(tokenizer, vocab_size)
+            # Its tokens are joined as they are.
+            for piece, token_id in tokenizer.get_vocab().items():
+                pieces.tokens[token_id] = piece.encode()
         else:
             read = llguidance.LLTokenizer(source, n_vocab=vocab_size, slices=[])
             special |= {idx for idx in range(vocab_size) if read.is_special_token(idx)} - shown.keys()
@@ -50,9 +52,8 @@ class Vocabulary:
         self._names = {str(token.content): idx for idx, token in shown.items()}
 
     def with_ids(self, lark: str) -> str:
-        """A Lark grammar with ids in place of names of added tokens that are text; llguidance knows the names
-        of special ones. It forces nothing then: llguidance takes a forced id back by the length of its text,
-        so that wrong tokens would follow a draft that is tested."""
+        """A Lark grammar with ids in place of names of added tokens that are text. It forces nothing then:
+        llguidance takes a forced id back by the length of its text, which would break tested drafts."""
         has_ids = False
 
         def named(found: re.Match[str]) -> str:
@@ -73,11 +74,8 @@ class _Pieces:
     spell_greedily: Any = None
 
     def __init__(self, source: str, vocab_size: int, eos_token_id: int, unknown_id: int | None) -> None:
-        self._tokenizer, self.eos_token_id, self._unknown_id = (
-            Tokenizer.from_str(source),
-            eos_token_id,
-            unknown_id,
-        )
+        self._tokenizer = Tokenizer.from_str(source)
+        self.eos_token_id, self._unknown_id = eos_token_id, unknown_id
         # Text that looks like a hidden token is text.
         self._tokenizer.encode_special_tokens = True
         self.tokens = [b""] * vocab_size
@@ -97,17 +95,9 @@ class _Pieces:
         return tuple(ids if is_text else self.spell_greedily(text))
 
 
-def _joined(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """The tokens of a tokenizer that joins their texts as they are."""
-    tokens = [b""] * vocab_size
-    for piece, token_id in tokenizer.get_vocab().items():
-        tokens[token_id] = piece.encode()
-    return tokens
-
-
 def _without_additions(backend: Any, hidden: frozenset[int]) -> str:
-    """The JSON of a tokenizer that adds and drops no spaces, so that tokens of any part of a text join to it.
-    Added tokens are special only if they are hidden."""
+    """The JSON of a tokenizer that adds and drops no spaces, whose added tokens are special only if
+    hidden."""
     whole: dict[str, Any] = json.loads(backend.to_str())
     for token in whole["added_tokens"]:
         token |= {"special": token["id"] in hidden, "lstrip": False, "rstrip": False}

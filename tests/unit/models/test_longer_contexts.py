@@ -15,7 +15,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES, ModelSpec
-from idlm.infer.models.rope import extended
+from idlm.infer.models.config import extended
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, clear_answers
 from tests.toy import write_toy_checkpoint
