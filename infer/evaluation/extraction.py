@@ -119,8 +119,7 @@ def _indent(line: str) -> int:
 
 
 def same_answer(given: str, expected: str) -> bool:
-    """Whether two mathematical answers are equal: as texts or to math-verify. UserError IDLM-0488 without
-    it."""
+    """Whether two mathematical answers are equal: as texts or to math-verify."""
     if given.strip() == expected.strip():
         return bool(given.strip())
     return MATH_VERIFY.are_equal(given, expected)

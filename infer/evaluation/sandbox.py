@@ -5,6 +5,7 @@ time, memory, processes and files (`sandbox_namespaces.py`). `sandbox_child.py` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import platform
 import re
@@ -28,8 +29,7 @@ MIN_LINUX = [5, 14]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
-    """What a program may use. `memory` is of one process, of which there are at most `processes - 1` (the
-    checker is one); sizes in bytes."""
+    """What a program may use; sizes in bytes. `memory` is of one process, of `processes` with the checker."""
 
     seconds: float = 10.0
     memory: int = 512 << 20
@@ -50,8 +50,8 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`code` is not trusted. `test` is, and passes if it raises nothing; `functions` maps names in it to the
-    candidate's functions that they call."""
+    """`code` is not trusted. `test` is, and passes if it raises nothing; `functions` maps names in it to
+    those of the candidate's functions."""
 
     code: str
     test: str
@@ -83,9 +83,7 @@ class Sandbox:
             _refuse(f"Linux {platform.release()} counts all processes of a user as those of a sandbox")
         seconds = self.limits.seconds if seconds is None else seconds
         request = {
-            "code": program.code,
-            "test": program.test,
-            "functions": program.functions,
+            **dataclasses.asdict(program),
             "seconds": seconds,
             "scratch_bytes": self.limits.scratch,
             "limits": self.limits.as_rlimits(),

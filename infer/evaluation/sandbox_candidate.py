@@ -1,9 +1,6 @@
 """The program that runs a candidate's text inside the sandbox and calls its functions on request, and the
-form in which arguments and results travel.
-
-It is given to Python as text (`python -c`), so it imports nothing of ours. Lines of JSON on standard input
-and output; the candidate's own output goes nowhere. Iterators stay where they are: the other side asks for
-each item when it needs it, during a call or after it."""
+form in which arguments and results travel: lines of JSON. Iterators stay where they are: the other side asks
+for each item. It is given to Python as text (`python -c`), so it imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -68,8 +65,8 @@ class Lost(BaseException):
 
 
 class Peer:
-    """One side of the pipe: it asks the other side, and answers what that asks meanwhile. `iterators`: those
-    of this side that the other one holds, each with the wire of its call."""
+    """One side of the pipe: it asks the other side, and answers meanwhile. `iterators`: those of this side
+    that the other one holds, each with the wire of its call."""
 
     def __init__(self, send: Send, receive: Callable[[], Message], serve: Send | None = None) -> None:
         self.send, self._receive, self._serve = send, receive, serve
@@ -121,9 +118,9 @@ class Peer:
 
 
 class Wire:
-    """Values of one call as JSON. Containers that the checker gives are numbered, and both sides know them by
-    their number: so the candidate can change and return them. Without `objects` it is the checker's side,
-    else the candidate's, where objects that are not plain data stay, and the checker holds their numbers."""
+    """Values of one call as JSON. Both sides know containers that the checker gives by their numbers: so the
+    candidate can change and return them. With `objects` it is the candidate's side, where objects that are
+    not plain data stay, and the checker holds their numbers."""
 
     def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
         self.shared: list[Any] = []
@@ -158,8 +155,8 @@ class Wire:
         return self.reply(None) | failure
 
     def result(self, reply: Message) -> Any:
-        """The value of a reply. Raises the exception that it holds as the nearest class that Python has or
-        that the test has imported from its library, with its own words as a note; Lost for an exit."""
+        """The value of a reply. Raises the exception that it holds as the nearest class of Python or of what
+        the test has imported from its library, with its own words as a note; Lost for an exit."""
         self.take_changes(reply)
         if "error" not in reply:
             return self.unpack(reply.get("value"))
@@ -310,7 +307,7 @@ class Wire:
 
 def _made(kinds: list[type[Exception]], args: list[Any]) -> Exception:
     """An exception of the first kind that can be made of `args` and has words. No constructor of the library
-    is called: it may take other arguments than the exception keeps, and the words may need what it sets."""
+    is called: it may take other arguments than the exception keeps."""
     for kind in kinds:
         try:
             error = kind(*args) if kind.__module__ == "builtins" else kind.__new__(kind, *args)

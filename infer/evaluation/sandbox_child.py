@@ -1,10 +1,10 @@
 """The process that `sandbox.py` starts: it builds the sandbox and is the checker inside.
 
 Four processes: this one, on the host, gives the sandbox its users and waits; its child enters the namespaces
-and makes the mounts; the child of that is process 1 inside, which runs the trusted test text; a child of that
-runs the candidate's text. Process 1 is the judge: the kernel protects it from signals of the others, and its
-memory and its report to the host are out of their reach. A candidate's function is called by messages of
-plain data (`sandbox_candidate.py`), so no object of the candidate takes part in a comparison."""
+and makes the mounts; the child of that is process 1 inside, which runs the trusted test text, and which the
+kernel protects from signals of the others; a child of that runs the candidate's text. Its functions are
+called by messages of plain data (`sandbox_candidate.py`), so no object of the candidate takes part in a
+comparison."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Candidate:
             raise wire_format.Lost(str(reply["error"])[:MAX_REASON])
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the candidate, which may change its arguments; the result is plain data. Raises
-        what it raises, as the nearest built-in class."""
+        """Call a function of the candidate, which may change its arguments; raises what it raises."""
         wire = wire_format.Wire(self._peer)
         return wire.result(self._peer.exchange({"call": name, **wire.give(args, kwargs)}))
 

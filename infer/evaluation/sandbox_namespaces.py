@@ -1,7 +1,5 @@
 """A place without network, host files and privileges, made of Linux namespaces, mounts, resource limits and a
-filter of system calls. It needs no root and no daemon.
-
-`sandbox_child.py` imports this file in a process of its own, started with `python -I -S`: it imports nothing
+filter of system calls, without root or a daemon. `sandbox_child.py` imports this file, which imports nothing
 of ours. Every function raises OSError, with the name of the step, where the system refuses a step."""
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ def enter_namespaces() -> None:
 
 
 def map_ids(pid: int) -> None:
-    """Give the user namespace of child `pid` its users. From root, also root for the mounts: kernels exempt
-    root's processes from limits, so programs run as another user."""
+    """Give the user namespace of child `pid` its users. From root, also root, for the mounts alone: kernels
+    exempt its processes from limits."""
     if os.geteuid() == 0:
         maps = dict.fromkeys(("uid_map", "gid_map"), f"0 0 1\n{SANDBOX_ID} {SANDBOX_ID} 1\n")
     else:
@@ -74,8 +72,7 @@ def map_ids(pid: int) -> None:
 
 
 def enter_root(shown: Sequence[str], *, scratch_bytes: int) -> None:
-    """Make a root that holds the `shown` paths, read-only, devices, and an empty /tmp of `scratch_bytes`.
-    There is no /proc: it would show other processes."""
+    """Make a root that holds the `shown` paths, read-only, devices, and an empty /tmp, and no /proc."""
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
     paths = [path for path in (*shown, *devices) if not os.path.islink(path)]
@@ -108,8 +105,7 @@ def enter_root(shown: Sequence[str], *, scratch_bytes: int) -> None:
 
 
 def drop_privileges(limits: Mapping[str, int]) -> None:
-    """Become a user without privileges, for ever, under `limits` by name (`AS`, `NPROC`, ...) and the filter
-    of system calls."""
+    """Become a user without privileges, under `limits` by name (`AS`, ...) and the filter of system calls."""
     if os.geteuid() != SANDBOX_ID:
         os.setgroups([])
         os.setresgid(SANDBOX_ID, SANDBOX_ID, SANDBOX_ID)

@@ -16,8 +16,7 @@ class Interval(NamedTuple):
 
 
 def share_interval(scores: Sequence[float]) -> Interval:
-    """Wilson's interval of the mean of one score in [0, 1] for each prompt. Scores between 0 and 1 (the mean
-    of several answers) vary less than it allows for."""
+    """Wilson's interval of the mean of scores in [0, 1]; those between vary less than it allows for."""
     n, value = len(scores), sum(scores) / len(scores)
     scale = 1 + Z95**2 / n
     middle = (value + Z95**2 / (2 * n)) / scale
@@ -28,16 +27,15 @@ def share_interval(scores: Sequence[float]) -> Interval:
 def difference_line(
     name: str, first: str, scores: Sequence[float], others: Sequence[float], *, what: str, of: str
 ) -> str:
-    """What a table says of two decoders: their `paired_difference` in the metric `what`, over prompts or
-    other pairs (`of`)."""
+    """The `paired_difference` of two decoders in the metric `what`, over prompts or other pairs (`of`)."""
     gap = paired_difference(scores, others)
     interval = f"95% interval {gap.low:+.3f} to {gap.high:+.3f}"
     return f"{name} - {first}: {gap.value:+.3f} in {what}, {interval}, {len(scores)} {of} in pairs"
 
 
 def paired_difference(scores: Sequence[float], others: Sequence[float]) -> Interval:
-    """The mean of `scores - others` over the same prompts, after Agresti and Min (2005): two prompts more,
-    half a one better and half a one worse, so that few prompts do not give an interval of width 0."""
+    """The mean of `scores - others`, after Agresti and Min (2005): two prompts more, half a one better and
+    half a one worse, so that few prompts do not give an interval of width 0."""
     differences = [score - other for score, other in zip(scores, others, strict=True)]
     n, total = len(differences) + 2, sum(differences)
     middle = total / n

@@ -133,16 +133,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    info = service.info
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.start_time,
-        "owned_by": "idlm",
-        "root": service.config.model,
-        "max_model_len": info.max_length,
-        "exactness": info.exactness,
-    }
+    about = {"id": service.model_name, "object": "model", "created": service.start_time, "owned_by": "idlm"}
+    size = {"root": service.config.model, "max_model_len": service.info.max_length}
+    return {**about, **size, "exactness": service.info.exactness}
 
 
 async def _respond(request: Request, reply: Reply, generation: Generation, *, streams: bool) -> Response:

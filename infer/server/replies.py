@@ -1,7 +1,6 @@
-"""Answers in the shape of OpenAI's interface: whole ones, and chunks of a stream.
-
-Extensions: `usage` also has forward passes, tested and accepted drafts, acceptance and tokens per forward
-pass; an answer has its `exactness`, and token ids if the request asks for them."""
+"""Answers in the shape of OpenAI's interface: whole ones, and chunks of a stream. Extensions: forward passes,
+drafts, acceptance and tokens per forward pass in `usage`, `exactness`, and token ids if they are
+requested."""
 
 from __future__ import annotations
 
@@ -78,12 +77,8 @@ class Reply(ABC):
         options = body.stream_options or StreamOptions()
         self._has_usage, self._has_final_usage = options.continuous_usage_stats, options.include_usage
         self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
-        self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model_name,
-            "system_fingerprint": f"idlm-{__version__}",
-        }
+        made = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time())}
+        self._head = {**made, "model": model_name, "system_fingerprint": f"idlm-{__version__}"}
         # All chunks begin alike; encoding that anew would take longer than what differs.
         self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
         self._num_tokens: dict[int, int] = {}
@@ -192,16 +187,11 @@ class Reply(ABC):
         for token_id, logprob, top in self._prompt_logprobs.get(index // self._generation.num_samples, ()):
             ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
             values = {token_id: logprob} | dict(top[: self._num_top])
-            entries.append(
-                {
-                    str(other): {
-                        "logprob": _finite(value),
-                        "rank": ranks.get(other),
-                        "decoded_token": self._texts.text(other),
-                    }
-                    for other, value in values.items()
-                }
-            )
+            entry = {}
+            for other, value in values.items():
+                scored = {"logprob": _finite(value), "rank": ranks.get(other)}
+                entry[str(other)] = {**scored, "decoded_token": self._texts.text(other)}
+            entries.append(entry)
         return entries
 
 
@@ -243,8 +233,8 @@ class ChatReply(Reply):
             deltas = [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
-        nothings = [event._replace(token_ids=[], logprobs=[], figures=None) for _ in deltas[1:]]
-        events = [*nothings, event]
+        # What is more than text comes with the last part.
+        events = [event._replace(token_ids=[], logprobs=[], figures=None)] * (len(deltas) - 1) + [event]
         return [
             {"index": index, "delta": delta, **self._rest(index, each)}
             for delta, each in zip(deltas, events, strict=False)
@@ -273,16 +263,11 @@ class ChatReply(Reply):
         return rest | ({"finish_reason": "tool_calls"} if calls else {})
 
     def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(token_id, logprob),
-                    "top_logprobs": [self._token(other, value) for other, value in top],
-                }
-                for token_id, logprob, top in event.logprobs
-            ],
-            "refusal": None,
-        }
+        content = [
+            {**self._token(token_id, logprob), "top_logprobs": [self._token(*other) for other in top]}
+            for token_id, logprob, top in event.logprobs
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text, encoded = self._texts.text_and_bytes(token_id)

@@ -1,5 +1,5 @@
 """HumanEval and MBPP: the last Python code block with a function is run against the tests of the problem, in
-a sandbox, for 10 seconds (arXiv 2604.11035, H.4). Without `allow_code=true` nothing is run."""
+a sandbox, for 10 seconds (arXiv 2604.11035, H.4)."""
 
 from __future__ import annotations
 
@@ -86,12 +86,9 @@ class Mbpp(CodeTask):
         """Both published files: `prompt` and `test_imports`, or `text` and `test_setup_code`."""
         if not 11 <= int(record["task_id"]) <= 510:
             return None
-        setup = [*record.get("test_imports", ()), record.get("test_setup_code", "")]
-        return {
-            **record,
-            "prompt": record.get("prompt", record.get("text")),
-            "setup": "\n".join(filter(None, setup)),
-        }
+        setup = filter(None, [*record.get("test_imports", ()), record.get("test_setup_code", "")])
+        prompt = record.get("prompt", record.get("text"))
+        return {**record, "prompt": prompt, "setup": "\n".join(setup)}
 
     def prompt(self, record: Record) -> str:
         tests = "\n".join(record["test_list"])
@@ -109,11 +106,10 @@ class Mbpp(CodeTask):
 
     def program(self, record: Record, code: str) -> Program:
         """The tests reach the functions and classes that the reference defines, and no other name of the
-        code: one that replaces `set` or `sorted` changes nothing for them."""
+        code, such as its own `set` or `sorted`."""
         test = "\n".join([record["setup"], *record["test_list"]])
-        setup = f"{record['setup']}\n"
         names = {name: name for name in defined_names(record["code"])}
-        return Program(code=f"{setup}{code}", test=test, functions=names)
+        return Program(code=f"{record['setup']}\n{code}", test=test, functions=names)
 
 
 def defined_names(code: str) -> list[str]:

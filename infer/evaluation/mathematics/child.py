@@ -1,9 +1,7 @@
-"""The process that compares mathematical answers with math-verify. `equality.py` starts it and ends it.
-
-A process, because math-verify stops long computations of SymPy by a signal, which only a main thread gets,
-and because an answer such as a tower of powers can take all the time and memory that there is. It imports
-nothing of ours. One line of JSON in, the answer given and the one expected; one line out, whether they are
-equal."""
+"""The process that compares mathematical answers with math-verify, which `equality.py` starts and ends:
+math-verify stops long computations of SymPy by a signal, which only a main thread gets, and a tower of powers
+can take all time and memory. It imports nothing of ours. A line of JSON in, the answer given and the one
+expected; a line out, whether they are equal."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ SIGNS = str.maketrans({"€": "", "£": "", "¥": "", "°": "^\\circ"})
 
 
 def expressions(answer: str) -> list[Any]:
-    """What math-verify reads in an answer, after what it does not read: words are no products of letters, the
-    unit of a number may be any word, spaces group digits, and a percent sign stands outside of the formula.
-    """
+    """What math-verify reads in an answer, after what it does not: words are no products of letters, the unit
+    of a number may be any word, spaces group digits, and a percent sign stands outside of the formula."""
     text = re.sub(r"(?<!\\)\\ |(?<!\\)~", " ", answer.strip().removesuffix(".")).translate(SIGNS)
     text = ROOT.sub(r"\1{\2}", SPACE_IN_NUMBER.sub("", text)).replace(r"\varnothing", r"\emptyset")
     if number := NUMBER_AS_TEXT.fullmatch(text):

@@ -20,16 +20,16 @@ SECONDS = 40.0
 
 
 class MathVerify:
-    """One process, started by the first comparison and again after one that it does not survive. Threads may
-    share it."""
+    """One process, started by the first comparison and after one that it does not survive; threads share
+    it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def are_equal(self, given: str, expected: str) -> bool:
-        """Whether two answers are equal; those that take too much time or memory are not. UserError IDLM-0488
-        without math-verify."""
+        """Whether two answers are equal, in bounded time and memory. UserError IDLM-0488 without
+        math-verify."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._stop()

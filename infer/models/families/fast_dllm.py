@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from idlm.infer.models.base import FAMILIES, ModelSpec
 from idlm.infer.models.config import ConfigReader
-from idlm.infer.models.families.qwen2 import Qwen2
+from idlm.infer.models.families.qwen import Qwen2
 
 
 @FAMILIES.register("Fast_dLLM_QwenForCausalLM")

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from idlm.infer.models.base import FAMILIES
-from idlm.infer.models.families.qwen3 import Qwen3
-from idlm.infer.models.families.qwen3_moe import Qwen3Moe
+from idlm.infer.models.families.qwen import Qwen3, Qwen3Moe
 
 
 @FAMILIES.register("SDARForCausalLM")

@@ -1,8 +1,6 @@
-"""Bodies of requests, as OpenAI's clients send them, and what they ask of the engine.
-
-The fields after `stop` are extensions, named as vLLM names them where it has them. Fields that the engine
-cannot honour are refused unless their value changes nothing: an answer never follows other rules than those
-that were requested."""
+"""Bodies of requests, as OpenAI's clients send them, and what they ask of the engine. The fields after `stop`
+are extensions, named as vLLM names them where it has them. An answer never follows other rules than those
+that were requested: fields that the engine cannot honour are refused, unless their value changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Qwen3 with experts: Qwen3's attention, softmax router in every `decoder_sparse_step`-th layer."""
+"""Qwen2 and Qwen2.5 (biases on queries, keys and values, always), Qwen3 (norms on each head of queries and
+keys, `head_dim` independent of the width), and Qwen3 with experts (softmax router)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,26 @@ from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
 from idlm.infer.models.config import MAX_COUNT, ConfigReader, dense_spec
 
 
+@FAMILIES.register("Qwen2ForCausalLM")
+class Qwen2(Family):
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        return dense_spec(config, qkv_bias=True, o_bias=False)
+
+
+@FAMILIES.register("Qwen3ForCausalLM")
+class Qwen3(Family):
+    @classmethod
+    def spec(cls, config: dict[str, Any], moe: MoeSpec | None = None) -> ModelSpec:
+        """`attention_bias` covers all four projections of attention."""
+        has_bias = bool(config.get("attention_bias"))
+        return dense_spec(
+            config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, default_head_dim=128, moe=moe
+        )
+
+
 @FAMILIES.register("Qwen3MoeForCausalLM")
-class Qwen3Moe(Family):
+class Qwen3Moe(Qwen3):
     """`norm_topk_prob` is off where the config does not say it, as in transformers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
@@ -23,15 +42,12 @@ class Qwen3Moe(Family):
     required: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+    def spec(cls, config: dict[str, Any], moe: MoeSpec | None = None) -> ModelSpec:
         reader = ConfigReader(config)
         reader.require(*cls.required)
         moe = _experts(reader)
         reader.check()
-        has_bias = bool(config.get("attention_bias"))
-        return dense_spec(
-            config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, default_head_dim=128, moe=moe
-        )
+        return super().spec(config, moe)
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
