@@ -290,18 +290,15 @@ class AnswerRun:
                 line = next(self._lines, None)
                 if line is None:
                     self._is_read = True
-                else:
-                    self._add(line)
+                    break
+                request_id = f"{self._num_lines}:{line.request_id}"
+                with _located(line), uninterrupted():
+                    self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
+                    self._num_lines += 1
+                    self._order.extend((line, (request_id, index)) for index in range(line.params.n))
             except UserError as refusal:
                 self._refusal, self._is_read = refusal, True
         return bool(self._order)
-
-    def _add(self, line: PromptLine) -> None:
-        request_id = f"{self._num_lines}:{line.request_id}"
-        with _located(line), uninterrupted():
-            self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
-            self._num_lines += 1
-            self._order.extend((line, (request_id, index)) for index in range(line.params.n))
 
 
 def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:

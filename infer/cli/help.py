@@ -147,12 +147,11 @@ def plugins_of(kind: str) -> dict[str, PluginHelp]:
 
 def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
     configs = {name: registry.get(name).Config for name in registry.names()}
-    return {
-        name: PluginHelp(
-            inspect.getdoc(config) or "", {field.name: field.default for field in dataclasses.fields(config)}
-        )
-        for name, config in configs.items()
-    }
+    found = {}
+    for name, config in configs.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        found[name] = PluginHelp(inspect.getdoc(config) or "", defaults)
+    return found
 
 
 def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
@@ -189,13 +188,8 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=true` prints. Finds every mistake that can be found without weights."""
     outline, checked, decoder = _read(arguments)
     accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
-    return "\n".join(
-        [
-            *_description(outline),
-            f"decoder     {decoder.name}{_values(decoder.config)}",
-            f"accelerator {accelerators or 'none'}",
-        ]
-    )
+    lines = [f"decoder     {decoder.name}{_values(decoder.config)}", f"accelerator {accelerators or 'none'}"]
+    return "\n".join([*_description(outline), *lines])
 
 
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
@@ -227,13 +221,10 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     # The mixed logits of two canvases are no product of the head, so such passes store them.
     shapes = [shape, fused_head(shape)] if has_fused(device) and num_canvases == 1 else [shape]
     sizes = Sizes(length=num_rows, wanted=num_rows, group=num_canvases)
-    return "\n".join(
-        [
-            *(describe_plan(plan_forward(trunk_forward(one), sizes, capacity=capacity)) for one in shapes),
-            f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
-            f"any length; the workspace may have {capacity:,} bytes",
-        ]
-    )
+    beside = f"weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at any length"
+    plans = [describe_plan(plan_forward(trunk_forward(one), sizes, capacity=capacity)) for one in shapes]
+    workspace = f"the workspace may have {capacity:,} bytes"
+    return "\n".join([*plans, f"beside the workspace: {beside}; {workspace}"])
 
 
 def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:

@@ -49,14 +49,21 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
             "adapter.rank=...",
         )
     files = dict.fromkeys(weights.tensor_names(directory / WEIGHTS_FILE), directory / WEIGHTS_FILE)
-    found = _base(directory, spec, base)
-    if meaning.base_identity != base_identity(found):
+    path = base or spec.base_path
+    if path is None or not (Path(path) / "config.json").is_file():
+        where = "nowhere" if path is None else f"at {path}"
+        raise UserError(
+            "IDLM-0611",
+            f"{directory} is an adapter, and its base model is {where}",
+            fix="give base=PATH, the directory of the base model with config.json and weights",
+        )
+    if meaning.base_identity != base_identity(Path(path)):
         raise UserError(
             "IDLM-0612",
-            f"{found} is not the base that {directory} was trained on: its weights differ",
+            f"{path} is not the base that {directory} was trained on: its weights differ",
             fix="give base=PATH with the weights that model.path named in training",
         )
-    return Adapter(directory=directory, base=found, spec=spec, semantics=meaning, files=files)
+    return Adapter(directory=directory, base=Path(path), spec=spec, semantics=meaning, files=files)
 
 
 def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
@@ -95,18 +102,6 @@ def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None
 
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
-
-
-def _base(directory: Path, spec: AdapterSpec, given: str | Path | None) -> Path:
-    path = given or spec.base_path
-    if path is None or not (Path(path) / "config.json").is_file():
-        where = "nowhere" if path is None else f"at {path}"
-        raise UserError(
-            "IDLM-0611",
-            f"{directory} is an adapter, and its base model is {where}",
-            fix="give base=PATH, the directory of the base model with config.json and weights",
-        )
-    return Path(path)
 
 
 def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[str, WeightTarget]:

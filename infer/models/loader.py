@@ -217,28 +217,23 @@ def _no_checkpoint(directory: Path) -> UserError:
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
     given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-    family = FAMILIES.get(given) if given in FAMILIES.names() else None
-    if family is None or (family.model_types and config.get("model_type") not in family.model_types):
-        raise _unknown_model(config, given, family)
-    checkpoint.refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
-    return str(given), family
-
-
-def _unknown_model(config: dict[str, Any], given: Any, family: type[Family] | None) -> UserError:
-    architectures = config.get("architectures")
-    if family is None:
-        return UserError(
+    if given not in FAMILIES.names():
+        raise UserError(
             "IDLM-0601",
             f"config.json says architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
             f"{did_you_mean(str(given), FAMILIES.names())}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )
-    return UserError(
-        "IDLM-0615",
-        f"config.json says architectures={architectures!r} and model_type={config.get('model_type')!r}; that "
-        f"architecture goes with {' or '.join(family.model_types)}",
-        fix="restore the config.json that belongs to these weights",
-    )
+    family, model_type = FAMILIES.get(given), config.get("model_type")
+    if family.model_types and model_type not in family.model_types:
+        raise UserError(
+            "IDLM-0615",
+            f"config.json says architectures={architectures!r} and model_type={model_type!r}; that "
+            f"architecture goes with {' or '.join(family.model_types)}",
+            fix="restore the config.json that belongs to these weights",
+        )
+    checkpoint.refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
+    return str(given), family
 
 
 def _semantics(
@@ -251,7 +246,14 @@ def _semantics(
     """What the directory says, or `given` in its place, or the family; with the mask token of the user."""
     has_file = (directory / SEMANTICS_FILE).is_file()
     if given is None and not has_file and family.unknown_semantics is not None:
-        raise _unknown_semantics(directory, family.unknown_semantics)
+        raise UserError(
+            "IDLM-0605",
+            f"{directory} does not say how it decodes: {family.unknown_semantics}",
+            fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
+            '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
+            'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
+            '"stop_token_ids": [151643, 151645]}; or pass semantics=Semantics(...)',
+        )
     if given is None:
         given = Semantics.load(directory) if has_file else family.semantics(config)
     own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
@@ -274,18 +276,6 @@ def _semantics(
             fix=f"correct {SEMANTICS_FILE} or the semantics= given, or restore config.json",
         )
     return meaning
-
-
-def _unknown_semantics(directory: Path, reason: str) -> UserError:
-    return UserError(
-        "IDLM-0605",
-        f"{directory} does not say how it decodes: {reason}",
-        fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
-        '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
-        'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
-        '"stop_token_ids": [151643, 151645]}; '
-        "or pass semantics=Semantics(...)",
-    )
 
 
 def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:

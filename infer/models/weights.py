@@ -44,13 +44,9 @@ def locate(directory: Path) -> dict[str, Path]:
         )
     if files:
         return tensors_by_name(directory, ((path, dict.fromkeys(tensor_names(path), path)) for path in files))
-    raise _no_weights(directory)
-
-
-def _no_weights(directory: Path) -> UserError:
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
-        return UserError(
+        raise UserError(
             "IDLM-0602",
             f"{directory} has its weights in {pickles[0]}; only safetensors are read, because loading a "
             "pickle runs the code in it",
@@ -59,7 +55,7 @@ def _no_weights(directory: Path) -> UserError:
         )
     format_name = other_format(directory)
     has = "" if format_name is None else f"; it has {format_name}, which is not read"
-    return UserError(
+    raise UserError(
         "IDLM-0602",
         f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}",
         fix="give the directory that holds the weights as safetensors; a download may be incomplete",

@@ -61,8 +61,15 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
         else:
             start, statuses = time.perf_counter(), list[int]()
+
+            async def observed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                    self._observe(message["status"])
+                await send(message)
+
             try:
-                await self._guard(scope, receive, self._observed(send, statuses))
+                await self._guard(scope, receive, observed)
             finally:
                 if self._logs:
                     host, path = (scope["client"] or ("?",))[0], scope["raw_path"].decode("ascii", "replace")
@@ -140,15 +147,6 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return FieldError("body", f"larger than {self._max_body} bytes, the most allowed", status=413)
-
-    def _observed(self, send: Send, statuses: list[int]) -> Send:
-        async def observed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-                self._observe(message["status"])
-            await send(message)
-
-        return observed
 
 
 class TimedProtocol(H11Protocol):
