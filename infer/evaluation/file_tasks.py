@@ -79,7 +79,8 @@ def verdict_of(*, is_correct: bool, reason: str) -> Grade:
 
 def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]:
     """Yield the objects of a file: JSON lines (may be compressed), or one JSON list."""
-    fields, fix = task.fields, f"give data=FILE with the problems of {name}; nothing is downloaded"
+    fields = task.fields
+    fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
     with translate_path_errors("IDLM-0481", path, fix=fix):
         if not Path(path).is_file():
             raise UserError("IDLM-0481", f"task={name}: data={path!r} is not a file", fix=fix)

@@ -212,7 +212,8 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
         if "antlr4" in str(error):
             fix = "leave harness= out and take task=math500: this one needs another antlr4 runtime than hydra"
         problem = f"task={name} of lm-eval cannot be made from data={files.data!r}"
-        raise UserError("IDLM-0487", f"{problem}: {type(error).__name__}: {error}", fix=fix) from error
+        what = f": {type(error).__name__}: {error}"
+        raise UserError("IDLM-0487", problem + what, fix=fix) from error
     if files.fewshot_data is not None and num_fewshot == 0:
         raise UserError(
             "IDLM-0487",
