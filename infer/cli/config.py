@@ -110,7 +110,7 @@ def read_arguments(
 def split_plugin_options(
     arguments: Sequence[str], *, plugin: str
 ) -> tuple[str | None, dict[str, Any], list[str]]:
-    """Split `plugin=NAME` and `plugin.OPTION=VALUE` off: the name or None, the options, and the other
+    """Split `plugin=NAME` and `plugin.OPTION=VALUE` off: the name or None, the options, the other
     arguments."""
     name, options, rest = None, {}, []
     for argument in arguments:

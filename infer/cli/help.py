@@ -156,8 +156,7 @@ def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
 
 def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
     """Read plug-ins of the usual form: `@REGISTRY.register("name")` on a class with `Config: ... =
-    SomeConfig`, a dataclass of the same package with literal defaults. ValueError or LookupError for any
-    other."""
+    SomeConfig`, a dataclass of the package with literal defaults. ValueError or LookupError for others."""
     [folder] = importlib.import_module(package).__path__
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.py")]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -194,8 +193,7 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=memory` prints: the plan of a request's canvases of `max_length` rows, all of them
-    wanted; then that of greedy passes, where they store no logits. UserError IDLM-0472 for causal
-    checkpoints."""
+    wanted; then that of greedy passes, which store no logits. UserError IDLM-0472 for causal checkpoints."""
     from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes

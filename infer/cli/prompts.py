@@ -23,8 +23,8 @@ KEYS = (*SHAPES, "id", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One request. `location` (`file:line`) begins every error message about it; `carried` holds keys that
-    are only copied to the output record."""
+    """One request. `location` (`file:line`) begins error messages; `carried` keys are copied to the output
+    record."""
 
     location: str
     request_id: str
@@ -46,8 +46,7 @@ def read_prompts(
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file, which may be compressed. `sampling` applies where a line sets nothing
     else. `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown
-    keys for the output record. Without them both are refused, as is any line that is not a request:
-    UserError."""
+    keys for the output record. UserError for other lines."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
     with translate_path_errors("IDLM-0430", path, fix=fix):
         if not Path(path).is_file():

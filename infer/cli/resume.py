@@ -81,9 +81,9 @@ def find_resume_state(
     read_lines: Callable[[], Iterator[PromptLine]],
     config_of: Callable[[PromptLine], RunConfig],
 ) -> ResumeState:
-    """Match the records of `source` with the lines that `read_lines` reads from the beginning; `config_of`
-    returns the settings of a line. UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it
-    was made with other settings."""
+    """Match the records of `source` with the lines of `read_lines`; `config_of` returns the settings of a
+    line. UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it was made with other
+    settings."""
     expected: dict[str, _Expected] = {}
     shared: RunConfig = {}
     for line in read_lines():

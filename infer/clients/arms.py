@@ -115,8 +115,8 @@ Arm = EngineArm | ServerArm
 
 
 def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding: float) -> int:
-    """Number of tokens that were compared: those of greedy answers up to a choice that rounding decides.
-    Raises UserError IDLM-0711 for another difference."""
+    """Number of tokens that were compared: up to a choice that rounding decides. UserError IDLM-0711 for
+    others."""
     num_compared = 0
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         pairs = enumerate(zip(ours.token_ids, theirs.token_ids))
@@ -148,9 +148,8 @@ def served_arm(name: str, program: Sequence[str], ready: str, **options: Any) ->
 
 @contextlib.contextmanager
 def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECONDS) -> Iterator[str]:
-    """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word
-    of `program` stands for a free port. Raises UserError IDLM-0712 with the end of its output if it is not
-    ready."""
+    """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word of
+    `program` stands for a free port. UserError IDLM-0712 with its output if it is not ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -205,7 +204,7 @@ def serve_program(words: Sequence[str]) -> list[str]:
 
 
 def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:
-    """The first jobs as the parity gate asks them: the ends of their prompts backwards, so that no prefix
-    cache holds a prompt of the load."""
+    """The first jobs with the ends of their prompts backwards, so that no prefix cache holds a prompt of the
+    load."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     return [job.backwards(params, num_prompt_tokens) for job in jobs[:num]]

@@ -81,9 +81,8 @@ class EngineAnswerer:
     def answer(
         self, messages: list[dict[str, str]], params: SamplingParams, always: Collection[str]
     ) -> Generator[Chunk]:
-        """Stream the next turn. `always`: settings that hold even if they are the defaults. Raises UserError;
-        KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of a pass, and the
-        engine goes on afterwards. Closing it aborts."""
+        """Stream the next turn. `always`: settings that hold even if they are the defaults. Closing it
+        aborts; Ctrl-C raises KeyboardInterrupt when the request has ended."""
         engine = self._engine
         prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
         with closing(engine.stream(prompt, params)) as events:

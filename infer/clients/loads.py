@@ -80,8 +80,7 @@ def make_jobs(
     rng: random.Random,
     is_chat: bool = False,
 ) -> list[Job]:
-    """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are
-    their numbers."""
+    """Jobs with prompts of these lengths, token ids out of `ids` or words; their seeds are their numbers."""
     jobs = []
     for seed, (length, max_tokens) in enumerate(lengths):
         prompt: list[int] | str = [rng.randrange(ids.start, ids.stop) for _ in range(length)]
@@ -131,8 +130,8 @@ OnDone = Callable[[int], None]
 
 @dataclass(slots=True)
 class Record:
-    """One request: when it was sent, when its chunks arrived (seconds of one clock), and the counts of the
-    server; those of passes and drafts are None for servers without them."""
+    """One request: when it was sent, when its chunks arrived (seconds of one clock), and the server's
+    counts."""
 
     start: float
     times: list[float] = field(default_factory=list)

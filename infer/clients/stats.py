@@ -59,8 +59,7 @@ METRICS = (
 
 
 def aggregate(records: Sequence[Record], load: Load) -> dict[str, Any]:
-    """One JSON line: counts and rates of the whole load, and `stats` of its requests. Requests that failed
-    are in the counts alone."""
+    """One JSON line: counts and rates of the load, and `stats` of its requests but those that failed."""
     # A stream without one chunk of tokens has no latency.
     done = [record for record in records if record.error is None and record.times]
     failed = [record for record in records if record.error is not None or not record.times]

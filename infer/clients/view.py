@@ -26,8 +26,7 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 class Chunk(NamedTuple):
-    """What one pass emitted, and the forward passes and drafts of the answer so far; None is unknown (servers
-    report those at the end of an answer only)."""
+    """What one pass emitted, and the passes and drafts of the answer so far; None is unknown."""
 
     text: str
     num_tokens: int | None = None
@@ -149,8 +148,8 @@ View = PlainView | TerminalView
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """What is typed meanwhile does not appear within an answer, and is there at the next prompt.
-    Changes nothing where the input is no terminal."""
+    """What is typed meanwhile, on a terminal, does not appear within an answer, and is there at the next
+    prompt."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return

@@ -50,8 +50,7 @@ class Arm(NamedTuple):
 
 
 def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
-    """The baseline of a checkpoint; `auto` decodes one token per pass. UserError if `given` does not fit
-    it."""
+    """The baseline of a checkpoint; `auto` decodes one token per pass. UserError if `given` does not fit."""
     from idlm.infer.decoders.base import DECODERS, fitting_decoders
 
     if given is None:
@@ -97,8 +96,8 @@ def read_arms(texts: Sequence[str]) -> list[Arm]:
 def run_arms(
     config: EvaluateConfig, arguments: EngineArguments, work: Callable[[Engine, SamplingParams], T]
 ) -> dict[str, T]:
-    """What `work` returns for each decoder, by its name: the baseline, the given decoder with its
-    accelerators, and those of `compare`."""
+    """What `work` returns for the baseline, the given decoder with its accelerators, and those of
+    `compare`."""
     arms = read_arms(config.compare)
 
     def first(engine: Engine) -> tuple[str, Arm | None, T]:

@@ -150,8 +150,7 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Figures of one engine on one set of prompts. A failed answer (memory, logits) counts as wrong.
-    `seconds` is the wall time of all answers."""
+    """Figures of one engine on one set of prompts. Failed answers count as wrong; `seconds` is wall time."""
 
     num_prompts: int
     exact_match: float

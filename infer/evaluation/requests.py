@@ -25,8 +25,7 @@ SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
 
 class EngineRequests:
     """`params` are the settings of every answer but its stop strings, which the task adds to, and its length,
-    which the task says unless `params` does. `completions` holds every answer so far. With `is_chat`, texts
-    come from `render_chat` and hold their special tokens already."""
+    which the task sets unless `params` does. With `is_chat`, texts hold their special tokens already."""
 
     def __init__(self, engine: Engine, params: SamplingParams, *, is_chat: bool = False) -> None:
         self.engine, self.is_chat, self._params = engine, is_chat, params
@@ -60,7 +59,7 @@ class EngineRequests:
         return ["" if each.error else strip_thinking(each.text) for each in done]
 
     def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-        """For each (context, continuation), the continuation's log-likelihood in nats under the model's own
+        """The log-likelihood in nats of each continuation after its context, under the model's own
         distribution, and whether greedy decoding writes it. A context that is too long loses its beginning,
         with a warning."""
         texts = [((*context, *continuation), len(continuation)) for context, continuation in pairs]

@@ -50,8 +50,8 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`code` is not trusted. `test` is, and passes if it raises nothing; `functions` maps names in it to
-    those of the candidate's functions."""
+    """`code` is not trusted. `test` passes if it raises nothing; `functions` maps names in it to the
+    candidate's."""
 
     code: str
     test: str

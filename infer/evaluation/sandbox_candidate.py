@@ -119,8 +119,8 @@ class Peer:
 
 class Wire:
     """Values of one call as JSON. Both sides know containers that the checker gives by their numbers: so the
-    candidate can change and return them. With `objects` it is the candidate's side, where objects that are
-    not plain data stay, and the checker holds their numbers."""
+    candidate can change and return them. With `objects` it is the candidate's side, where objects stay that
+    are not plain data."""
 
     def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
         self.shared: list[Any] = []

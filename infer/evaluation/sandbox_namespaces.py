@@ -56,8 +56,7 @@ def enter_namespaces() -> None:
 
 
 def map_ids(pid: int) -> None:
-    """Give the user namespace of child `pid` its users. From root, also root, for the mounts alone: kernels
-    exempt its processes from limits."""
+    """Give the user namespace of child `pid` its users; from root, also root, for the mounts alone."""
     if os.geteuid() == 0:
         maps = dict.fromkeys(("uid_map", "gid_map"), f"0 0 1\n{SANDBOX_ID} {SANDBOX_ID} 1\n")
     else:

@@ -34,9 +34,9 @@ class Adapter:
 
 
 def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semantics | None) -> Adapter:
-    """Check an adapter without loading its weights. `base` overrides the path in adapter_config.json,
-    `semantics` idlm_config.json. Raises UserError IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no
-    base), 0612 (another base)."""
+    """Check an adapter without its weights. `base` overrides adapter_config.json, `semantics`
+    idlm_config.json. Raises UserError IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612
+    (another base)."""
     verify(directory, required=False)
     spec = AdapterSpec.load(directory)
     meaning = Semantics.load(directory) if semantics is None else semantics
@@ -86,8 +86,8 @@ def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> No
 
 
 def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Load an adapter that `check_adapter` allows onto a loaded trunk. Raises UserError IDLM-0613 for values
-    that are not finite."""
+    """Load an adapter that `check_adapter` allows. Raises UserError IDLM-0613 for values that are not
+    finite."""
     targets = _targets(trunk, adapter, names)
     weights.copy(targets, adapter.files)
     bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]

@@ -87,8 +87,7 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """This rank's summand of the output [R, D]; padding rows (negative slot) may have any finite
-        values."""
+        """This rank's summand of the output [R, D]; padding rows (negative slot) need only be finite."""
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows [R, E], of `o` and `down` this rank's summand (the first rank's has
@@ -238,7 +237,7 @@ class DenseTrunk(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTarget:
-    """Where a checkpoint tensor of this `shape` is copied to: its slice `part`, with rows in `order`, to
+    """Where a checkpoint tensor of this `shape` is copied to: `part` of it, with rows in `order`, to
     `view`."""
 
     view: Tensor
@@ -288,8 +287,7 @@ def head_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
 
 
 def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
-    """Targets of one module with all query heads, all key heads, and all value heads, of which a rank keeps
-    its own."""
+    """Targets of one module with all query heads, all key heads, and all value heads."""
     spec, size = layer.spec, layer.shards.size
     kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rotated, order = sum(kinds[:2]), None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)

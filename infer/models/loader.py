@@ -58,8 +58,7 @@ def slot_share(model: LoadedModel, itemsize: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A checked checkpoint before its weights are loaded. `targets` are on the meta device; `ignored` names
-    the tensors that are deliberately not read."""
+    """A checked checkpoint before its weights are loaded. `targets` are on the meta device."""
 
     directory: Path
     adapter: Adapter | None
@@ -184,8 +183,7 @@ def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> t
 
 
 def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a model or adapter, recovered if saving it was interrupted. UserError IDLM-0600 if
-    there is none."""
+    """The directory of a model or adapter, recovered if saving it was interrupted. UserError IDLM-0600."""
     directory = Path(path)
     checkpoint.recover(directory)
     if not (directory / "config.json").is_file() and not checkpoint.is_adapter(directory):

@@ -118,8 +118,7 @@ class MoeTrunk(DenseTrunk):
 
 
 def check_blocks(moe: MoeSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
-    """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
-    that experts are chosen by."""
+    """Raise UserError IDLM-0617 for a decoder whose blocks are not those that experts are chosen by."""
     if moe.capacity is None:
         return
     if block_size not in (None, moe.block_size):

@@ -89,8 +89,8 @@ class EngineClient:
     async def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder = ANONYMOUS
     ) -> Generation:
-        """Queue prompts; returns when the engine has taken all of them. Raises UserError if it refuses one,
-        ApiError 503 if there is no engine."""
+        """Queue prompts, and wait until the engine has taken them. Raises UserError for a refusal, ApiError
+        503."""
         number = next(self._numbers)
         request_ids = [f"{number}-{index}" for index in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
@@ -161,8 +161,8 @@ class EngineClient:
         return failure or _lost(f"the engine process ended with status {status}")
 
     async def _end(self, process: asyncio.subprocess.Process, *, hangs: bool) -> int | None:
-        """Close the connection, which the process ends at; fail what it worked on. Returns the status, None
-        for a process that not even SIGKILL ends."""
+        """Close the connection, which the process ends at; returns its status, None if not even SIGKILL ends
+        it."""
         # A process that is still loading does not read its end of the connection.
         patience = STOP_SECONDS if self.state == "ready" and not hangs else 0
         if not self._closing.is_set() and self.state == "ready":

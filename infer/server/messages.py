@@ -43,8 +43,8 @@ MAX_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What the front end knows of an engine that is ready. `directory` is that of the model, without an
-    adapter. `stride`: most tokens of a pass. `exactness`: see `Engine.exactness`."""
+    """An engine that is ready. `directory` is the model's, not an adapter's; `stride`: most tokens of a
+    pass."""
 
     directory: str
     decoder: str

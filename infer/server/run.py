@@ -39,8 +39,7 @@ def run_server(config: ServeConfig, arguments: EngineArguments) -> None:
 
 
 class FrontEnd(uvicorn.Server):
-    """The HTTP server of one model. It finishes requests before it stops listening. A signal that ends it is
-    not a failure."""
+    """The HTTP server of one model. It finishes requests before it stops listening."""
 
     def __init__(
         self, config: ServeConfig, arguments: EngineArguments, *, api_key: str | None = None

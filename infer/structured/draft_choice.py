@@ -68,10 +68,9 @@ class PassReadback:
 
 class Follower:
     """The grammar of one sequence after the tokens that the host has read, which may be more than the answer
-    has (`committed`). `drafts`: those that the next pass tests, all of which fit; `ahead` is after them.
-    `only`: of each the token itself if it was certain, else -1. `readback`: that of the last pass, and the
-    position in its batch. `is_over`: nothing can follow. `firsts`: the first candidates for the next
-    drafts."""
+    has (`committed`). `drafts`: those that the next pass tests; `ahead` is after them. `only`: of each the
+    token itself if it was certain, else -1. `readback`: that of the last pass, and the position in its batch.
+    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
 
     def __init__(self, committed: Grammar) -> None:
         self.committed, self._start = committed, committed.apart()
@@ -187,8 +186,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:
-    """The first candidate of each follower whose bit is set, and False; else the highest set token, and
-    True."""
+    """The first candidate of each follower whose bit is set, and False; else the highest set token, True."""
     rows_b = np.arange(len(ids_bC))
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
     fits_bC = (words_bC >> (ids_bC % WORD_BITS).astype(np.uint32)) & 1

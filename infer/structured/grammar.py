@@ -82,8 +82,7 @@ class Budget:
 
 
 class Cost:
-    """Whether the masks of one grammar, in all answers that it has, used the budget up. `num_fast`: passes
-    without a slow mask of it."""
+    """Whether the masks of one grammar used the budget up. `num_fast`: passes without a slow mask of it."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget, self._until = budget, -float("inf")
@@ -91,8 +90,8 @@ class Cost:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether one answer of such grammars runs at a time: the budget is short, and this may not be
-        fast."""
+        """Whether one answer of such grammars runs at a time: the budget is short, and this one may be
+        slow."""
         return self.budget.is_short and self.num_fast < FAST_PASSES
 
     @property
@@ -159,8 +158,7 @@ class Grammar:
         self.is_suspect = self.cost.charge(seconds)
 
     def mask_seconds(self) -> float:
-        """Compute the next token's mask, which the matcher keeps; returns the CPU time, whatever else
-        runs."""
+        """Compute the next token's mask, which the matcher keeps; returns the CPU time."""
         start = time.thread_time()
         self.matcher.compute_bitmask()
         return time.thread_time() - start
@@ -172,8 +170,7 @@ class Grammar:
         return copied
 
     def apart(self) -> Grammar:
-        """The grammar before the first token, with another lexer each time: masks of sequences that have
-        different lexers are computed in parallel."""
+        """The grammar before the first token, with the next lexer: lexers compute their masks in parallel."""
         self.peers.rotate()
         lexer, matcher = self.peers[0]
         return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, self.cost, lexer)
@@ -229,7 +226,7 @@ class GrammarCompiler:
         return compiled.branch()
 
     def begin(self, constraint: Constraint) -> Compiling:
-        """Begin to compile, in a thread that leaves the interpreter's lock free. A future may be
+        """Begin to compile, in a thread that leaves the interpreter's lock free; a future may be
         cancelled."""
         cost = self._cost(constraint)
         if cost.is_refused:

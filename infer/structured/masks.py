@@ -24,8 +24,7 @@ from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
 class PassGrammars:
     """The grammars of the sequences that a pass decodes: followers by position in the batch, and lanes.
-    `greedy`: numbers of those that take the likeliest tokens. `index_M`: the positions on the device, after
-    `masked`."""
+    `greedy`: numbers of greedy ones. `index_M`: the positions on the device, after `masked`."""
 
     index_M: Tensor
 
@@ -36,9 +35,8 @@ class PassGrammars:
         self._num_drafts = 0
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
-        """Wait for the readback of earlier passes, follow it, and choose the drafts that this pass tests.
-        Returns lane, position and token of each draft of sequences whose drafts are not all first
-        candidates."""
+        """Wait for the readback of earlier passes, follow it, and choose drafts for this pass. Returns lane,
+        position and token of each draft of sequences whose drafts are not all first candidates."""
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]

@@ -96,8 +96,7 @@ class _Pieces:
 
 
 def _without_additions(backend: Any, hidden: frozenset[int]) -> str:
-    """The JSON of a tokenizer that adds and drops no spaces, whose added tokens are special only if
-    hidden."""
+    """The JSON of a tokenizer that adds and drops no spaces; added tokens are special only if hidden."""
     whole: dict[str, Any] = json.loads(backend.to_str())
     for token in whole["added_tokens"]:
         token |= {"special": token["id"] in hidden, "lstrip": False, "rstrip": False}

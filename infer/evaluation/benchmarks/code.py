@@ -105,8 +105,8 @@ class Mbpp(CodeTask):
         return [name for name in defined_names(record["code"]) if re.search(rf"\b{name}\b", tests)]
 
     def program(self, record: Record, code: str) -> Program:
-        """The tests reach the functions and classes that the reference defines, and no other name of the
-        code, such as its own `set` or `sorted`."""
+        """The tests reach the functions and classes of the reference, and no other name, such as the code's
+        `set`."""
         test = "\n".join([record["setup"], *record["test_list"]])
         names = {name: name for name in defined_names(record["code"])}
         return Program(code=f"{record['setup']}\n{code}", test=test, functions=names)

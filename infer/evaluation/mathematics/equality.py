@@ -20,16 +20,15 @@ SECONDS = 40.0
 
 
 class MathVerify:
-    """One process, started by the first comparison and after one that it does not survive; threads share
-    it."""
+    """One process, started by the first comparison and after one that it does not survive. For several
+    threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def are_equal(self, given: str, expected: str) -> bool:
-        """Whether two answers are equal, in bounded time and memory. UserError IDLM-0488 without
-        math-verify."""
+        """Whether two answers are equal, in bounded time and memory. UserError IDLM-0488."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._stop()

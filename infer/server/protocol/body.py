@@ -125,8 +125,7 @@ class StructuredOutputs(_Part):
 
 
 class ConstraintFields(Body):
-    """OpenAI's `response_format`, and vLLM's `structured_outputs` with its former names, `guided_*`; one
-    at most."""
+    """OpenAI's `response_format`, vLLM's `structured_outputs`, or its former names; one of them at most."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -136,8 +135,8 @@ class ConstraintFields(Body):
     guided_grammar: Text | None = None
 
     def constraint(self) -> Constraint | None:
-        """What the answer must match; None: nothing. Raises ApiError for more than one constraint, and
-        UserError IDLM-0474."""
+        """What the answer must match, if anything. Raises ApiError for several constraints, UserError
+        IDLM-0474."""
         found = self._composed()
         if len(found) > 1:
             names = " and ".join(name for name, _, _ in found)
