@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from idlm.contracts import Constraint
 
@@ -25,30 +25,23 @@ _TIMES = re.compile(r" \(\d+ times\)$")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
-class Warnings(NamedTuple):
-    """`notes`: what is left out, for the user; `problem`: why the schema cannot be used, else empty."""
-
-    notes: tuple[str, ...] = ()
-    problem: str = ""
-
-
-def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
-    """What llguidance's warnings mean, which name what it leaves out of the constraint's schemas."""
+def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """What llguidance's warnings mean: notes for the user about what is left out of the constraint's schemas,
+    and why they cannot be used, else empty."""
     notes, problem, is_lenient = dict[str, None](), "", _is_lenient(constraint)
     for warning in (_TIMES.sub("", each.strip()) for each in warnings):
+        keys = json.loads(warning.removeprefix(_KEYS)) if warning.startswith(_KEYS) else []
         if warning.startswith(_FORMAT):
             notes[f"format {warning.removeprefix(_FORMAT)!r} is not enforced"] = None
         elif warning.startswith(_ONE_OF):
             notes["oneOf is anyOf: an answer may match several of its schemas"] = None
-        elif warning.startswith(_KEYS) and (keys := set(json.loads(warning.removeprefix(_KEYS)))) <= {
-            *LEFT_OUT
-        }:
+        elif warning.startswith(_KEYS) and {*keys} <= {*LEFT_OUT}:
             notes |= dict.fromkeys(LEFT_OUT[key] for key in sorted(keys))
         elif is_lenient:
             notes[warning] = None
         else:
             problem = problem or warning
-    return Warnings(tuple(notes), problem)
+    return tuple(notes), problem
 
 
 def _is_lenient(constraint: Constraint) -> bool:

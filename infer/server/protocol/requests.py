@@ -18,10 +18,16 @@ from idlm.infer.server.parsers import calls_grammar
 from idlm.infer.server.protocol.body import Body, ConstraintFields, Text, Unicode, is_json
 from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
-Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
-TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
+Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+DecoderOptions = Annotated[dict[Unicode, bool | Integer | Number | Unicode | None], Field(max_length=32)]
 
 OTHER_PARTS = {
     **dict.fromkeys(("image_url", "image", "input_image"), "images"),
@@ -124,31 +130,19 @@ class SamplingFields(ConstraintFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
-    stop: (
-        Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
-        ]
-        | None
-    ) = None
+    stop: Annotated[str, Field(max_length=MAX_STOP_LENGTH)] | StopTexts | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
-    decoder_options: (
-        Annotated[
-            dict[Unicode, bool | Integer | Annotated[float, Field(allow_inf_nan=False)] | Unicode | None],
-            Field(max_length=32),
-        ]
-        | None
-    ) = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    decoder_options: DecoderOptions | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     priority: Integer | None = None
 
@@ -161,8 +155,7 @@ class SamplingFields(ConstraintFields):
         """Also fields that do not fit together."""
         super().check(location)
         if self.stream and self.prompt_logprobs is not None:
-            rule = "a stream has none; leave out stream or prompt_logprobs"
-            raise FieldError("prompt_logprobs", rule)
+            raise FieldError("prompt_logprobs", "a stream has none; leave out stream or prompt_logprobs")
 
     def merged(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """The sampling settings: those `given`, then fields, then `defaults`; seed=-1 is a random one. Raises
@@ -242,9 +235,9 @@ class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Unicode | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -328,7 +321,7 @@ class CompletionRequest(SamplingFields):
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; an echo with logprobs has those of the prompt."""
