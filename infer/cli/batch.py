@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.cli.progress import Progress
 from idlm.contracts import Completion
-from idlm.errors import UserError
+from idlm.errors import MAX_NAMED, UserError
 from idlm.files.paths import translate_path_errors
+from idlm.infer.cli import prompts
 from idlm.infer.cli.config import (
     EngineArguments,
     GenerateConfig,
@@ -26,14 +27,7 @@ from idlm.infer.cli.config import (
     require_tokenizer,
 )
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
-from idlm.infer.cli.prompts import (
-    PromptLine,
-    check_prompts,
-    check_system,
-    read_prompts,
-    text_prompts,
-    with_system,
-)
+from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.interrupts import uninterrupted
 from idlm.text.tokenizer import encode_messages
 
@@ -41,9 +35,6 @@ if TYPE_CHECKING:
     from idlm.infer.cli.resume import ResumeState, RunConfig
     from idlm.infer.engine import Engine, StreamEvent
 
-
-MAX_NAMED = 8
-"""Most broken lines of a file that a message names."""
 
 Reader = Callable[[], Iterator[PromptLine]]
 """Reads the prompts, from the first one with every call."""
@@ -78,14 +69,14 @@ def _reader(config: GenerateConfig) -> Reader:
         if config.output and Path(config.output).resolve() == Path(config.input).resolve():
             raise UserError("IDLM-0439", "input and output are the same file", fix="choose another output=")
         source = partial(
-            read_prompts,
+            prompts.read_prompts,
             config.input,
             config.sampling,
             drop_last_turn=config.drop_last_turn,
             carry_keys=config.carry_keys,
         )
     elif config.prompt:
-        source = partial(text_prompts, config.prompt, config.sampling, location="prompt")
+        source = partial(prompts.text_prompts, config.prompt, config.sampling, location="prompt")
     else:
         # None: the command was started with standard input closed.
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
@@ -96,15 +87,15 @@ def _reader(config: GenerateConfig) -> Reader:
                 "there is no prompt",
                 fix="give -p TEXT or input=FILE; idlm-chat is for conversations",
             )
-        source = partial(text_prompts, [text], config.sampling, location="stdin")
+        source = partial(prompts.text_prompts, [text], config.sampling, location="stdin")
 
     def read() -> Iterator[PromptLine]:
-        for line in with_system(source(), config.system):
+        for line in prompts.with_system(source(), config.system):
             if config.output is None:
                 check_printed(line.params, location=f"{line.location}: ")
             yield line
 
-    check_prompts(read(), source=config.input)
+    prompts.check_prompts(read(), source=config.input)
     return read
 
 
@@ -121,7 +112,7 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> in
             print(f"{config.output} is complete", file=sys.stderr)
             return 0
     engine = arguments.load(is_shown=config.stats)
-    check_system(engine.tokenizer, config.system)
+    prompts.check_system(engine.tokenizer, config.system)
     if config.input is None and config.output is None and len(config.prompt) <= 1 and config.sampling.n == 1:
         [line] = read()
         print_stream(engine, encode_line(engine, line), line.params, has_stats=config.stats)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 KEY_VARIABLE = "IDLM_API_KEY"
-"""Environment variable with the key of a server."""
 NEEDED_FILES = (
     *(("overwrite", "output"), ("carry_keys", "output")),
     *(("carry_keys", "input"), ("drop_last_turn", "input")),

@@ -36,8 +36,7 @@ SPEED_ONLY_KEYS = (
 )
 """Where and how fast the model runs: a resumed run may change these."""
 EXCLUDED_KEYS = ("base", "accelerators")
-"""Keys recorded in another form: an adapter's own files name its base by its weights, and accelerators are
-recorded with their options."""
+"""Keys recorded in another form: the base by an adapter's own files, accelerators with their options."""
 PATH, DIGEST = "model", "model_digest"
 MODEL_FILES = (
     *("config.json", "generation_config.json", SEMANTICS_FILE, ADAPTER_CONFIG, WEIGHTS_FILE),

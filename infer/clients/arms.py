@@ -30,8 +30,7 @@ READY_SECONDS, STOP_SECONDS, POLL_SECONDS = 1800.0, 60.0, 0.1
 TAIL_CHARS = 2000
 ROUNDING = {"float32": 1e-3}
 ROUNDING_OF_16_BITS = 0.25
-"""Tokens whose log-probabilities are closer than this may change places when a batch has other rows: two
-steps of a 16-bit logit between 16 and 32."""
+"""Two steps of a 16-bit logit between 16 and 32: closer tokens may change places in another batch."""
 
 
 class Greedy(NamedTuple):

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 FIRST_ID = 3
 """Lower ids are special tokens of many vocabularies."""
+# Ranges of the mixed load in tokens.
 MIXED_PROMPT, MIXED_ANSWER = (32, 2048), (64, 768)
-"""Least and most tokens of the mixed load."""
 WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "but", "Lea", "has", "more")
 NUM_PROBLEMS = 64
-"""Prompts of a generated task."""
 QUESTIONS = Path(__file__).with_name("questions.txt")
 """Questions and instructions of the kinds that people send, one a line."""
 

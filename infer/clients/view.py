@@ -143,7 +143,6 @@ class TerminalView:
 
 
 View = PlainView | TerminalView
-"""Where lines come from and answers go to."""
 
 
 @contextlib.contextmanager

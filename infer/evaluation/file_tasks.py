@@ -70,7 +70,6 @@ class FileTask(ABC):
 
 
 FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluation.benchmarks")
-"""Classes by the name of the task."""
 
 
 def verdict_of(*, is_correct: bool, reason: str) -> Grade:

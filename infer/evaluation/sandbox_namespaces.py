@@ -20,6 +20,7 @@ MNT_DETACH, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 2, -1
 SYS_PIVOT_ROOT, SYS_CAPSET, SYS_MOUNT_SETATTR, SYS_CLONE, SYS_CLONE3 = 155, 126, 442, 56, 435
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 EPERM, ENOSYS, SIGKILL = 1, 38, 9
+# System calls of x86-64 that fail with EPERM.
 DENIED = (
     *(101, 310, 311, 312, 438, 434),  # ptrace, process_vm_{readv,writev}, kcmp, pidfd_{getfd,open}
     *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
@@ -31,7 +32,6 @@ DENIED = (
     *(29, 30, 31, 64, 65, 68, 69, 71, 240),  # SysV and POSIX IPC, whose memory no limit of a process counts
     *(319, 447, 41, 135, 172, 173),  # memfd_create, memfd_secret, socket, personality, iopl, ioperm
 )
-"""System calls of x86-64 that fail with EPERM inside."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

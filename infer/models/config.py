@@ -29,8 +29,8 @@ MUST_BE_NULL = (
     "compression_config",
 )
 MAX_SIZE, MAX_COUNT = 1 << 20, 1 << 40
-"""The largest sizes of an axis, of which a few fit the 63 bits of a tensor's size, and of numbers that are
-compared with the tensors first: layers, experts, the vocabulary."""
+"""The largest axis (a few fit the 63 bits of a tensor's size) and count, which is compared with the
+tensors."""
 MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")

@@ -25,8 +25,7 @@ from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.row_compaction import gather_rows
 
 SUMMED = ("o", "down")
-"""Projections whose input is divided among ranks: each rank computes a summand of their outputs, and the
-norm that follows is that of the sum."""
+"""Projections whose input is divided among ranks: each computes a summand, which the next norm adds up."""
 MakeWeight = Callable[..., nn.Parameter]
 """`empty_weight` of one device and dtype."""
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]

@@ -28,8 +28,7 @@ OTHER_FORMATS = {
 FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
-"""Called by `copy` after each tensor with the bytes copied and in all: the command line that shows progress
-is many calls above it."""
+"""Called by `copy` after each tensor with the bytes copied and in all, for progress many calls above it."""
 
 
 def locate(directory: Path) -> dict[str, Path]:

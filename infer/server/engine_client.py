@@ -30,8 +30,7 @@ PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 """-P: a module of the working directory must never take the place of a library."""
 STOP_SECONDS = 10.0
 LOOKS_PER_TIMEOUT = 8
-"""How many looks in a row find nothing from an engine that hangs. They are counted, and no time is measured,
-so that a front end which was itself stopped for long blames no engine."""
+"""Looks at an engine that hangs: counted, not timed, since the front end may have been stopped itself."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 STATUS = {"IDLM-0448": 503, "IDLM-0478": 400}
 """Status of errors that end a request in the engine, if it is not 500."""

@@ -30,8 +30,8 @@ LOG = get_logger(__name__)
 RESERVE = 32
 """One lane in so many is kept for clients that have none."""
 SECONDS_PER_EVENT = 8e-5
-"""About what an event costs the front end and the reader of a stream. Events wait until both can have dealt
-with the last ones, and those of a sample become one meanwhile: 256 fast streams have some tokens a chunk."""
+"""About what an event costs the front end and the reader of a stream. Events wait so long after the last
+ones, and those of a sample become one meanwhile: 256 fast streams have some tokens a chunk."""
 LOOK_MILLISECONDS = 5
 """How often an engine without other work looks whether a grammar is compiled."""
 

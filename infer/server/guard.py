@@ -154,7 +154,6 @@ class TimedProtocol(H11Protocol):
     reads nothing for `READ_SECONDS`, and refuses what is no HTTP in the shape of other errors."""
 
     on_lost: Callable[[], object] | None = None
-    """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

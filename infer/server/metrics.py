@@ -5,15 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client
+from prometheus_client import Counter, Gauge, Histogram
 
 from idlm.infer.server.messages import IDLE, EngineInfo, SampleCounts, Stats
 
@@ -60,10 +53,10 @@ class Metrics:
     """The metrics of one server, in a registry of its own; all have the label `model_name`."""
 
     def __init__(self, model_name: str) -> None:
-        disable_created_metrics()
+        prometheus_client.disable_created_metrics()
         self._model_name, self._last = model_name, IDLE
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
+        self._registry = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self._registry)
         self._made = {key: self._make(key, *spec) for key, spec in METRICS.items()}
         self.prompt_tokens = self._made["prompt_tokens"]
         self.generation_tokens = self._made["generation_tokens"]
@@ -104,7 +97,7 @@ class Metrics:
         self._made["responses"].labels(self._model_name, str(status)).inc()
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def _make(self, key: str, kind: Any, name: str, text: str, *labels: str) -> Any:
         """A metric; users give the values of `labels`."""

@@ -24,11 +24,9 @@ from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger
 
 SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
-"""Seconds of CPU time from which a mask is slow, of all slow masks at once, and their share in the long
-run."""
+"""CPU seconds from which a mask is slow, of all slow masks at once, and their share in the long run."""
 WORK_OF_MASK = 3.0
-"""Seconds that a pass costs, at least, for each of a slow grammar's first mask: drafts and tokens cost
-too."""
+"""Seconds that a pass costs for each of a slow grammar's first mask, with drafts and tokens."""
 REFUSED_SECONDS = 60.0
 """How long a grammar that used the budget up is refused, and how long the budget counts as short then."""
 OWN_SECONDS = 0.05
@@ -38,7 +36,6 @@ FAST_PASSES = 64
 TOO_SLOW = "it takes too long to find the tokens that may follow, because it is too ambiguous"
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
-"""Compiled grammars that are kept for further requests."""
 NUM_PEERS, PEER_SECONDS = 8, 0.1
 """Lexers of a grammar, as many as the threads that compute bits, and the time to compile further ones."""
 MAX_ITEMS_IN_ROW = 1200
