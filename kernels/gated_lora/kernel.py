@@ -33,27 +33,13 @@ def rounded_gain(acc, scaling, dtype):
 
 
 @triton.jit
-def _gain(
-    b,
-    p_h,
-    b_Er,
-    e,
-    m_e,
-    is_mask,
-    k,
-    rank,
-    scaling,
-    stride_b,
-    dtype,
-    BLOCK_K: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr):
     """round(scaling * round(B h)) of MASK rows [BLOCK_R, BLOCK_E], 0 in others; `b`: the first columns."""
+    b_Er, e, m_e, k, rank, stride_b = of_b
     h = tl.load(p_h + k[None, :], mask=is_mask[:, None] & (k < rank)[None, :], other=0.0)
     acc = tl.dot(b, h.T, input_precision=PRECISION)
     if IS_WIDE:
-        for first in tl.range(BLOCK_K, rank, BLOCK_K, num_stages=1):
+        for first in tl.range(k.shape[0], rank, k.shape[0], num_stages=1):
             more = first + k
             b = rows_of_b(b_Er, e, m_e, more, rank, stride_b)
             h = tl.load(p_h + more[None, :], mask=is_mask[:, None] & (more < rank)[None, :], other=0.0)
@@ -69,16 +55,10 @@ def expand_kernel(
     h_RX,
     b_Er,
     R,
-    size_0,
-    size_1,
-    size_2,
+    sizes,
     rank,
     scaling,
-    stride_y,
-    stride_out,
-    stride_h,
-    stride_b,
-    GATED: tl.constexpr,
+    strides,
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,8 +68,11 @@ def expand_kernel(
 ):
     """y += scaling * B h of the MASK rows of one tile; no other row is read or written.
 
-    GATED: y is not written, but silu(gate) * up of all rows goes to `out_RF`; the parts are gate and up.
-    IS_WIDE: there are more ranks than `BLOCK_K`."""
+    With `out_RF` y is not written, but silu(gate) * up of all rows goes there; the parts are gate and up.
+    IS_WIDE: there are more ranks than `BLOCK_K`. `strides`: of the rows of y, the output, h and B."""
+    GATED: tl.constexpr = out_RF is not None
+    size_0, size_1, size_2 = sizes
+    stride_y, stride_out, stride_h, stride_b = strides
     tiles_r = tl.cdiv(R, BLOCK_R)
     row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     tile = tl.program_id(0) // tiles_r
@@ -120,19 +103,14 @@ def expand_kernel(
     mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
     # Loaded before the products, so that it arrives meanwhile.
     y = tl.load(p_y, mask=mask, other=0.0)
-    gain = _gain(
-        b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION
-    )
-    y = (y.to(tl.float32) + gain).to(dtype)
+    of_b = (b_Er, e, m_e, k, rank, stride_b)
+    y = (y.to(tl.float32) + _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)).to(dtype)
     if not GATED:
         tl.store(p_y, y, mask=mask)
     else:
-        e += size_0
-        p_h += rank
         up = tl.load(p_y + size_0, mask=mask, other=0.0)
-        gain = _gain(
-            b_up, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION
-        )
+        of_b = (b_Er, size_0 + e, m_e, k, rank, stride_b)
+        gain = _gain(b_up, p_h + rank, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)
         up = (up.to(tl.float32) + gain).to(dtype).to(tl.float32)
         out = rounded_swiglu(y.to(tl.float32), up, dtype)
         tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], out.to(dtype), mask=mask)
@@ -152,28 +130,14 @@ def run_expand(
     num_rows, rank = len(y_RE), b_Er.shape[1]
     if num_rows == 0:
         return
-    gated = out_RF is not None
-    first, second, third = (sizes[0], 0, 0) if gated else (*sizes, 0, 0)[:3]
+    sizes = (*sizes, 0, 0)[:3] if out_RF is None else (sizes[0], 0, 0)
     block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
-    tiles = sum(triton.cdiv(size, BLOCK_E) for size in (first, second, third))
     block_k = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
+    tiles = sum(triton.cdiv(size, BLOCK_E) for size in sizes)
+    stride_out = 0 if out_RF is None else out_RF.stride(0)
     expand_kernel[(triton.cdiv(num_rows, block_r) * tiles,)](
-        y_RE,
-        y_RE if out_RF is None else out_RF,
-        is_mask_R,
-        h_RX,
-        b_Er,
-        num_rows,
-        first,
-        second,
-        third,
-        rank,
-        scaling,
-        y_RE.stride(0),
-        0 if out_RF is None else out_RF.stride(0),
-        h_RX.stride(0),
-        b_Er.stride(0),
-        GATED=gated,
+        *(y_RE, out_RF, is_mask_R, h_RX, b_Er, num_rows, sizes, rank, scaling),
+        (y_RE.stride(0), stride_out, h_RX.stride(0), b_Er.stride(0)),
         BLOCK_E=BLOCK_E,
         BLOCK_R=block_r,
         BLOCK_K=block_k,

@@ -66,40 +66,21 @@ def qkv_rope_cache(
     `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. Scales (fp32,
     both or none) belong to e4m3 caches, which store value / scale. The last three are launch parameters
     (None: chosen by the number of rows, and pdl if the device supports it)."""
-    num_kv_heads = k_cache_SKH.shape[1]
-    num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
-    assert num_heads > 0 and qkv_RJH.shape[2] % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
+    (num_rows, fused_heads, head_dim), num_kv_heads = qkv_RJH.shape, k_cache_SKH.shape[1]
+    num_heads = fused_heads - 2 * num_kv_heads
+    assert num_heads > 0 and head_dim % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
     assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
     caches, scales = (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K)
-    norm = None if qk_norm_YH is None else (qk_norm_YH, norm_eps)
-    if runs_kernels(qkv_RJH):
-        return _launched(qkv_RJH, caches, rope, slot_mapping_R, norm, scales, (heads_per_program, warps, pdl))
-    assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
-    return plain_qkv_rope_cache(qkv_RJH, *caches, rope.tables, slot_mapping_R, norm, scales)
-
-
-def _launched(
-    qkv_RJH: Tensor,
-    caches: tuple[Tensor, Tensor],
-    rope: Rope,
-    slot_mapping_R: Tensor,
-    norm: tuple[Tensor, float] | None,
-    scales: tuple[Tensor | None, Tensor | None],
-    launch: tuple[int | None, int | None, bool | None],
-) -> Tensor:
-    """One launch; `launch`: heads per program, warps, pdl."""
+    if not runs_kernels(qkv_RJH):
+        assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
+        norm = None if qk_norm_YH is None else (qk_norm_YH, norm_eps)
+        return plain_qkv_rope_cache(qkv_RJH, *caches, rope.tables, slot_mapping_R, norm, scales)
     import triton
 
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
 
-    (k_cache_SKH, v_cache_SKH), (k_scale_K, _) = caches, scales
-    qk_norm_YH, norm_eps = (None, 0.0) if norm is None else norm
-    heads_per_program, warps, pdl = launch
-    is_few = len(qkv_RJH) <= FEW_ROWS
-    num_rows, fused_heads, head_dim = qkv_RJH.shape
-    num_kv_heads = k_cache_SKH.shape[1]
-    num_heads = fused_heads - 2 * num_kv_heads
+    is_few = num_rows <= FEW_ROWS
     heads_per_program = heads_per_program or (4 if is_few else 16)
     norm_stride = 0 if qk_norm_YH is None else qk_norm_YH.stride(0)
     strides = (*qkv_RJH.stride()[:2], norm_stride, *k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2])
