@@ -159,34 +159,26 @@ def check_file(path: str | Path) -> None:
         raise OSError(errno.EINVAL, f"it has {found.st_size} bytes, {maximum}", str(path))
 
 
-def read_file(path: Path) -> bytes:
-    check_file(path)
-    return path.read_bytes()
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
     path = Path(path)
     try:
-        content = json.loads(read_file(path).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(content, dict):
-        problem = f"{path}, line 1: expected an object, got {type(content).__name__}"
-        raise UserError("IDLM-0303", problem, fix="restore the file from its source")
-    return content
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    fix = "restore the file from its source"
-    if isinstance(error, OSError):
-        return UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path")
-    if isinstance(error, UnicodeDecodeError):
+        check_file(path)
+        content = json.loads(path.read_bytes().decode("utf-8"))
+        if isinstance(content, dict):
+            return content
+        problem, cause = f"{path}, line 1: expected an object, got {type(content).__name__}", None
+    except OSError as error:
+        problem = f"cannot read {path}: {error.strerror}"
+        raise UserError("IDLM-0303", problem, fix="check the path") from error
+    except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        return UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix)
-    if isinstance(error, json.JSONDecodeError):
-        return UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix)
-    return UserError("IDLM-0303", f"{path}: {error}", fix=fix)
+        problem, cause = f"{path}, line {line}: not UTF-8 text", error
+    except json.JSONDecodeError as error:
+        problem, cause = f"{path}, line {error.lineno}: {error.msg}", error
+    except (ValueError, RecursionError) as error:
+        problem, cause = f"{path}: {error}", error
+    raise UserError("IDLM-0303", problem, fix="restore the file from its source") from cause
 
 
 def read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
@@ -279,14 +271,11 @@ def refuse_unknown_keys(
     sections too; a key that is null, false or empty enables nothing. `foreign`: keys of published models that
     share the architecture strings but compute something else, and the names of the models."""
     unknown = dict(_suspects(config, {*known, *COMMON_KEYS}))
-    if unknown:
-        raise _unknown_keys(unknown, foreign or {}, source)
-
-
-def _unknown_keys(unknown: Mapping[str, Any], foreign: Mapping[str, str], source: str) -> UserError:
+    if not unknown:
+        return
     listed = ", ".join(f"{key}={value!r:.60}" for key, value in unknown.items())
-    models = " or ".join(dict.fromkeys(name for key, name in foreign.items() if key in unknown))
-    return UserError(
+    models = " or ".join(dict.fromkeys(name for key, name in (foreign or {}).items() if key in unknown))
+    raise UserError(
         "IDLM-0618",
         f"{source} has keys that change what a model computes and that this version does not know: {listed}"
         + f"; this is {models}, which this version does not support" * bool(models),

@@ -148,21 +148,21 @@ class SamplingParams:
         return (
             ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
             ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
-            ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
+            ("top_k", is_integer(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
             ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
-            ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+            ("seed", not has_seed or is_integer(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
             (
                 "max_tokens",
-                self.max_tokens is None or _is_int(self.max_tokens, min_tokens),
+                self.max_tokens is None or is_integer(self.max_tokens, min_tokens),
                 f"an integer >= {min_tokens}",
             ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
-            ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
+            ("stop_token_ids", all(is_integer(token, 0) for token in self.stop_token_ids), "integers >= 0"),
             ("stop_in_reasoning", isinstance(self.stop_in_reasoning, bool | None), "true, false or null"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("logprobs", _is_count(self.logprobs), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),
-            ("n", _is_int(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
+            ("n", is_integer(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
             ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
             ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
         )
@@ -188,12 +188,13 @@ def is_number(value: object, minimum: float = -LARGEST_NUMBER, maximum: float = 
     return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def _is_int(value: object, minimum: int, maximum: float = LARGEST_NUMBER) -> bool:
+def is_integer(value: object, minimum: int, maximum: float = LARGEST_NUMBER) -> bool:
+    """As `is_number`, of integers."""
     return isinstance(value, int) and is_number(value, minimum, maximum)
 
 
 def _is_count(num_top: object) -> bool:
-    return num_top is None or _is_int(num_top, 0, MAX_LOGPROBS)
+    return num_top is None or is_integer(num_top, 0, MAX_LOGPROBS)
 
 
 def _is_text(value: object) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
-from idlm.contracts import is_number
+from idlm.contracts import is_integer, is_number
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
 
@@ -78,7 +78,7 @@ class AdapterSpec:
             problems.append(f"peft_type={content.get('peft_type')!r}")
         if content.get("bias", "none") != "none":
             problems.append(f"bias={content['bias']!r}")
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        if not is_integer(rank, 1, MAX_RANK):
             problems.append(f"r={rank!r}")
         if not is_number(alpha):
             problems.append(f"lora_alpha={alpha!r}")

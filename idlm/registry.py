@@ -49,13 +49,10 @@ class Registry(Generic[T]):
         """Return the member called `name`. UserError IDLM-0102 if it is unknown; `key` is the option that
         gave the name, `others` are names that this option takes and another registry has."""
         self._scan()
-        if not isinstance(name, str) or name not in self._members:
-            raise self._unknown(name, key, others)
-        return self._members[name]
-
-    def _unknown(self, name: str, key: str, others: Iterable[str]) -> UserError:
+        if isinstance(name, str) and name in self._members:
+            return self._members[name]
         names = sorted({*self._members, *others})
-        return UserError(
+        raise UserError(
             "IDLM-0102",
             f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, names)}",
             fix=f"choose one of: {', '.join(names) or '(none is registered)'}",

@@ -9,9 +9,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from idlm.checkpoint import read_json
+from idlm.contracts import is_integer
 from idlm.errors import UserError
 
 FILE_NAME = "idlm_config.json"
@@ -59,19 +59,20 @@ class Semantics:
             in MASK_REGIONS,
             f"logit_shift={self.logit_shift!r} is not true or false": isinstance(self.logit_shift, bool),
             f"gated={self.gated!r} is not true or false": isinstance(self.gated, bool),
-            f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]": _is_int(self.stride, 1)
-            and self.stride <= MAX_STRIDE,
-            f"stride={self.stride} needs a mask_token_id": mask is not None or not _is_int(self.stride, 2),
-            f"mask_token_id={mask!r} is not a token id": mask is None or _is_int(mask, 0),
+            f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]": is_integer(
+                self.stride, 1, MAX_STRIDE
+            ),
+            f"stride={self.stride} needs a mask_token_id": mask is not None or not is_integer(self.stride, 2),
+            f"mask_token_id={mask!r} is not a token id": mask is None or is_integer(mask, 0),
             f"gated=true needs the base_identity of the base, not {self.base_identity!r}": not self.gated
             or isinstance(self.base_identity, str),
             f"block_size={self.block_size!r} is not an integer above 0": self.block_size is None
-            or _is_int(self.block_size, 1),
+            or is_integer(self.block_size, 1),
             "causality='block' needs a block_size": self.causality != "block" or self.block_size is not None,
             f"mask_token_id={mask} is one of stop_token_ids: it is another model's": mask not in stops,
-            f"stop_token_ids={stops!r} are not token ids": all(_is_int(token, 0) for token in stops),
+            f"stop_token_ids={stops!r} are not token ids": all(is_integer(token, 0) for token in stops),
             f"edit_token_ids={edits!r} are not two token ids": len(edits) in (0, 2)
-            and all(_is_int(token, 0) for token in edits),
+            and all(is_integer(token, 0) for token in edits),
             "edit_token_ids need causality='block' without logit_shift": not edits
             or (self.causality == "block" and not self.logit_shift),
             f"acceptance={self.acceptance!r} are not numbers between 0 and 1": all(
@@ -118,7 +119,3 @@ class Semantics:
                 )
             payload[name] = tuple(values)
         return cls(**payload)
-
-
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

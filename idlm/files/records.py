@@ -168,12 +168,12 @@ def _below(folder: Path, left_out: list[str]) -> list[Path]:
         raise error
 
     for root, folders, names in os.walk(folder, followlinks=True, onerror=fail):
-        number = os.path.realpath(root)
-        if number in visited:
+        real = os.path.realpath(root)
+        if real in visited:
             # A link back to a folder above would be followed for ever.
             folders.clear()
             continue
-        visited.add(number)
+        visited.add(real)
         left_out += [shown(Path(root, name)) + "/" for name in folders if is_hidden(name)]
         left_out += [shown(Path(root, name)) for name in names if is_hidden(name)]
         folders[:] = sorted(name for name in folders if not is_hidden(name))
@@ -218,9 +218,9 @@ def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[P
     return [file for file in files if file not in copies]
 
 
-def is_saved(number: Path) -> bool:
+def is_saved(path: Path) -> bool:
     """Return whether `datasets` wrote what is there: the folder of `save_to_disk`, or a file of Arrow."""
-    return number.suffix == ".arrow" or any((number / name).is_file() for name in SAVED_DATASET)
+    return path.suffix == ".arrow" or any((path / name).is_file() for name in SAVED_DATASET)
 
 
 def source_of(path: str) -> str:
@@ -255,11 +255,7 @@ def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
 
 def content_digest(paths: Sequence[Path]) -> str:
     """Return the sha256 of the sizes and sampled blocks of files, wherever they lie and whenever written."""
-    facts = []
-    for path in paths:
-        with reading(path):
-            status = path.stat()
-            facts.append([status.st_size, _sampled_hash(path, status.st_size)])
+    facts = [[size, digest] for _, size, _, digest in identity_of(paths)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -36,18 +36,16 @@ def _execute(prompt: str) -> tuple[list[list[str]], str]:
 
     while (match := _HAS.match(prompt, position)) is not None:
         name, amount, noun = match.group(1), int(match.group(2)), match.group(3)
-        if name in holdings or (item and noun != item):
-            raise UnreadablePromptError(f"{match.group()!r} contradicts what was said before")
+        contradicts = name in holdings or (item and noun != item)
+        _require(not contradicts, f"{match.group()!r} contradicts what was said before")
         holdings[name], item, position = amount, noun, _after(prompt, match)
-    if not holdings:
-        raise UnreadablePromptError("there are no amounts at the start")
+    _require(bool(holdings), "there are no amounts at the start")
 
     steps: list[list[str]] = []
     while not prompt.startswith("How many", position):
         forms, position = _event(prompt, position, holdings, item)
         steps.append(forms)
-    if not steps:
-        raise UnreadablePromptError("nothing happens")
+    _require(bool(steps), "nothing happens")
 
     one, everyone = _ASK_ONE.fullmatch(prompt, position), _ASK_ALL.fullmatch(prompt, position)
     if one is not None and one.group(1) == item and one.group(2) in holdings:
@@ -61,9 +59,13 @@ def _execute(prompt: str) -> tuple[list[list[str]], str]:
     return [steps[0], *later], f"\n#### {answer}"
 
 
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise UnreadablePromptError(problem)
+
+
 def _after(prompt: str, match: re.Match[str]) -> int:
-    if prompt[match.end() : match.end() + 1] != " ":
-        raise UnreadablePromptError(f"no space after {match.group()!r}")
+    _require(prompt[match.end() : match.end() + 1] == " ", f"no space after {match.group()!r}")
     return match.end() + 1
 
 
@@ -71,8 +73,8 @@ def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> t
     """Read one event, apply it to `holdings` in place; return its accepted sentences and where it ends."""
     if (match := _HANDOVER.match(prompt, position)) is not None:
         giver, number, receiver = match.group(1), int(match.group(2)), match.group(3)
-        if giver == receiver or receiver not in holdings:
-            raise UnreadablePromptError(f"{match.group()!r} has no valid receiver")
+        is_valid = giver != receiver and receiver in holdings
+        _require(is_valid, f"{match.group()!r} has no valid receiver")
         before = _owned(holdings, giver), holdings[receiver]
         holdings[giver] = _whole(before[0] - number, match)
         holdings[receiver] = before[1] + number
@@ -89,22 +91,19 @@ def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> t
 
 
 def _owned(holdings: dict[str, int], name: str) -> int:
-    if name not in holdings:
-        raise UnreadablePromptError(f"{name} was not introduced")
+    _require(name in holdings, f"{name} was not introduced")
     return holdings[name]
 
 
 def _whole(amount: int, match: re.Match[str]) -> int:
-    if amount < 0:
-        raise UnreadablePromptError(f"{match.group()!r} takes more than there is")
+    _require(amount >= 0, f"{match.group()!r} takes more than there is")
     return amount
 
 
 def _apply(match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int) -> list[str]:
     name = match.group(1)
     had = _owned(holdings, name)
-    if sign == "/" and had % 2:
-        raise UnreadablePromptError(f"{match.group()!r} halves an odd amount")
+    _require(sign != "/" or had % 2 == 0, f"{match.group()!r} halves an odd amount")
     values = {"+": had + number, "-": had - number, "*": had * number, "/": had // 2}
     holdings[name] = now = _whole(values[sign], match)
     arithmetic = f"{had}{sign}{number}={now}"

@@ -37,9 +37,8 @@ class TurnText:
     @property
     def name(self) -> str:
         """What it is, for messages."""
-        return (
-            "the tools" if self.turn < 0 else f"{self.field} of the {self.role} turn at message {self.turn}"
-        )
+        of_turn = f"{self.field} of the {self.role} turn at message {self.turn}"
+        return "the tools" if self.turn < 0 else of_turn
 
 
 def left_out(
@@ -86,12 +85,8 @@ def _vanishing(
     """Return the numbers of the pieces that the template leaves out whatever they say."""
     words = [f"zq{number}qz" for number in range(len(pieces))]
     rest = iter(words)
-
-    def replaced(piece: TurnText) -> str:
-        return next(rest)
-
-    changed = [_changed(message, turn, replaced) for turn, message in enumerate(messages)]
-    changed_tools = [_changed_tool(tool, replaced) for tool in tools]
+    changed = [_changed(message, turn, lambda _: next(rest)) for turn, message in enumerate(messages)]
+    changed_tools = [_changed_tool(tool, lambda _: next(rest)) for tool in tools]
     try:
         whole, answers = redraw(changed, changed_tools)
     except UserError:

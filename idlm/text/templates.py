@@ -41,19 +41,15 @@ def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> st
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get(TOOL_USE if tools and TOOL_USE in template else DEFAULT)
-    if not template:
-        raise _no_template(tokenizer)
-    return str(template)
-
-
-def _no_template(tokenizer: Any) -> UserError:
+    if template:
+        return str(template)
     if not tokenizer.chat_template:
-        return UserError(
+        raise UserError(
             "IDLM-0215",
             "the tokenizer has no chat template, so messages cannot be rendered",
             fix="give plain text, or add chat_template to tokenizer_config.json",
         )
-    return UserError(
+    raise UserError(
         "IDLM-0215",
         f"the tokenizer has the chat templates {', '.join(sorted(tokenizer.chat_template))} and none of the "
         f"name {DEFAULT!r}, so messages cannot be rendered",
