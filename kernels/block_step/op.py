@@ -7,6 +7,8 @@ I columns."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,8 @@ from idlm.kernels.step_rows import Lanes
 BLOCK = 32
 FEW_SEQUENCES = 16
 INTS = ("first_B", "num_feed_B", "starts_B", "num_passes_B", "num_steps_B", "draw_steps_B", "num_B")
-"""Numbers of a sequence in the order in which the kernel stores them."""
+ROW_COLUMNS = ("sequence_R", "token_ids_R", "slots_R", "limits_R")
+"""Numbers of a sequence, and of a row, in the order in which the kernel stores them."""
 
 
 def pack_blocks(
@@ -54,15 +57,9 @@ def pack_blocks(
     decided positions want rows as well. No pass is empty, even if the device finds all its sequences
     complete."""
     rows, num_sequences, is_limited = None, len(lanes_B), num_rows is not None
+    columns_B = (lanes_B, num_feed_B, samples_B)
     if num_rows is None or not runs_kernels(lanes_B):
-        rows = due_rows(
-            *(lanes, blocks, shape),
-            lanes_B=lanes_B,
-            num_feed_B=num_feed_B,
-            samples_B=samples_B,
-            num_rows=num_rows,
-            edits=edits,
-        )
+        rows = due_rows(lanes, blocks, shape, columns_B, num_rows=num_rows, edits=edits)
     if num_rows is None:
         assert rows is not None
         num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_due_BW.sum())).tolist()
@@ -70,18 +67,10 @@ def pack_blocks(
     else:
         num_positions, minimum = num_sequences * shape.size, num_sequences + shape.size
         num_wanted = num_positions if num_wanted is None else min(num_positions, max(num_wanted, minimum))
+    sizes = num_rows, num_wanted
     if not runs_kernels(lanes_B):
         assert rows is not None
-        return pack_plainly(
-            *(lanes, blocks, shape, rows),
-            steps_Z=steps_Z,
-            lanes_B=lanes_B,
-            num_feed_B=num_feed_B,
-            num_rows=num_rows,
-            num_wanted=num_wanted,
-        )
-    columns_B = (lanes_B, num_feed_B, samples_B)
-    sizes = num_rows, num_wanted
+        return pack_plainly(lanes, blocks, shape, rows, columns_B, steps_Z, sizes)
     return _launched(lanes, blocks, shape, steps_Z, columns_B, sizes, is_limited=is_limited, edits=edits)
 
 
@@ -102,21 +91,19 @@ def _launched(
 
     from idlm.kernels.block_step.kernel import pack_blocks_kernel
 
-    num_rows, num_wanted = sizes
-    num_sequences, device = len(columns_B[0]), columns_B[0].device
+    (num_rows, num_wanted), num_sequences = sizes, len(columns_B[0])
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
-    out = (
-        torch.empty(num_sequences + 1, dtype=torch.int64, device=device),
-        torch.empty(len(INTS), num_sequences, dtype=torch.int64, device=device),
-        torch.empty(3, num_sequences, dtype=torch.bool, device=device),
-        torch.empty(4, num_rows, dtype=torch.int64, device=device),
-        torch.empty(num_rows, dtype=torch.bool, device=device),
-        torch.empty(3, num_wanted, dtype=torch.int64, device=device),
-        torch.empty(num_sequences, shape.size, dtype=torch.int64, device=device),
-        torch.empty(num_sequences, shape.size, dtype=torch.bool, device=device),
+    ints, bools = (
+        functools.partial(torch.empty, dtype=dtype, device=columns_B[0].device)
+        for dtype in (torch.int64, torch.bool)
     )
+    cu_rows_B1, ints_IB, rows_IR = ints(num_sequences + 1), ints(len(INTS), num_sequences), ints(4, num_rows)
+    wanted_IX, number_BW = ints(3, num_wanted), ints(num_sequences, shape.size)
+    bools_IB, is_mask_R = bools(3, num_sequences), bools(num_rows)
+    is_maskable_BW = bools(num_sequences, shape.size)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
-        *(lanes, blocks, steps_Z, columns_B, out),
+        *(lanes, blocks, steps_Z, columns_B),
+        (cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, wanted_IX, number_BW, is_maskable_BW),
         *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1]),
         SHAPE=shape,
         LIMITED=is_limited,
@@ -125,42 +112,25 @@ def _launched(
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= FEW_SEQUENCES else 4,
     )
-    return _named(*out)
-
-
-def _named(
-    cu_rows_B1: Tensor,
-    ints_IB: Tensor,
-    bools_IB: Tensor,
-    rows_IR: Tensor,
-    is_mask_R: Tensor,
-    wanted_IX: Tensor,
-    number_BW: Tensor,
-    is_maskable_BW: Tensor,
-) -> PackedBlocks:
-    """What the kernel has written."""
-    ints = dict(zip(INTS, ints_IB, strict=True))
+    numbers = dict(zip(INTS, ints_IB, strict=True))
     wanted = WantedPositions(
         rows_X=wanted_IX[0],
         positions_X=wanted_IX[1],
         lanes_X=wanted_IX[2],
         number_BW=number_BW,
-        first_B=ints.pop("first_B"),
-        num_B=ints.pop("num_B"),
+        first_B=numbers.pop("first_B"),
+        num_B=numbers.pop("num_B"),
         waits_B=bools_IB[2],
     )
     return PackedBlocks(
         cu_rows_B1=cu_rows_B1,
-        sequence_R=rows_IR[0],
-        token_ids_R=rows_IR[1],
-        slots_R=rows_IR[2],
-        limits_R=rows_IR[3],
+        **dict(zip(ROW_COLUMNS, rows_IR, strict=True)),
         is_mask_R=is_mask_R,
         wanted=wanted,
         samples_B=bools_IB[0],
         advances_B=bools_IB[1],
         is_maskable_BW=is_maskable_BW,
-        **ints,
+        **numbers,
     )
 
 

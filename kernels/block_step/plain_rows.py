@@ -46,17 +46,17 @@ def due_rows(
     lanes: Lanes,
     blocks: BlockLanes,
     shape: BlockShape,
+    columns_B: tuple[Tensor, Tensor, Tensor],
     *,
-    lanes_B: Tensor,
-    num_feed_B: Tensor,
-    samples_B: Tensor,
     num_rows: int | None,
     edits: bool,
 ) -> DueRows:
-    """A decoding sequence stores what the device knows to be due, possibly a block that the host does not
-    know yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next
-    one: its decoding rows serve for either."""
-    size = shape.size
+    """`columns_B`: lanes, tokens to feed, and whether the sequence decodes.
+
+    A decoding sequence stores what the device knows to be due, possibly a block that the host does not know
+    yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next one:
+    its decoding rows serve for either."""
+    (lanes_B, num_feed_B, samples_B), size = columns_B, shape.size
     known_B, computed_B = lanes.num_known_Z[lanes_B], lanes.num_computed_Z[lanes_B]
     advances_B = known_B < lanes.ends_Z[lanes_B]
     wants_B, start_B = samples_B & advances_B, known_B // size * size
@@ -87,14 +87,12 @@ def pack_plainly(
     blocks: BlockLanes,
     shape: BlockShape,
     rows: DueRows,
-    *,
+    columns_B: tuple[Tensor, Tensor, Tensor],
     steps_Z: Tensor,
-    lanes_B: Tensor,
-    num_feed_B: Tensor,
-    num_rows: int,
-    num_wanted: int,
+    sizes: tuple[int, int],
 ) -> PackedBlocks:
-    """See `pack_blocks`."""
+    """See `pack_blocks`; `sizes`: rows of the pass and wanted rows."""
+    (lanes_B, num_feed_B, _), (num_rows, num_wanted) = columns_B, sizes
     size, cu_rows_B1, known_B = shape.size, rows.cu_rows_B1, rows.known_B
     feed_B, active = rows.feed_B, rows.active
     rows_R = torch.arange(num_rows, device=lanes_B.device)
