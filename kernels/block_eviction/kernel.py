@@ -11,21 +11,12 @@ import triton.language as tl
 
 @triton.jit
 def keys_of_rank(
-    keys,
-    column,
-    wanted,
-    at,
-    strides,
-    last_slot,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    keys, column, wanted, at, strides, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """Keys [h, c] of the positions that are key number `wanted` [c], 0 where there is none."""
     is_key, rank, count = column
-    table_B, start, kv_head = at
-    w, h = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
+    table_B, start, last_slot, kv_head = at
+    w, h = tl.arange(0, wanted.shape[0]), tl.arange(0, BLOCK_H)
     is_it = (rank[None, :] == wanted[:, None]) & is_key[None, :]
     index = tl.sum(tl.where(is_it, w[None, :], 0), 1)
     exists = (wanted >= 0) & (wanted < count)
@@ -79,10 +70,10 @@ def importance_kernel(
     # Column c is the c-th key, so that its neighbours are the keys of columns c - 1 and c + 1.
     rank = tl.cumsum(is_key.to(tl.int32), 0) - 1
     count = tl.sum(is_key.to(tl.int32), 0)
-    at, column = (keys.block_table_BP + b * strides[4], start, kv_head), (is_key, rank, count)
-    k = keys_of_rank(keys, column, w, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
-    left = keys_of_rank(keys, column, w - 1, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
-    right = keys_of_rank(keys, column, w + 1, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
+    at, column = (keys.block_table_BP + b * strides[4], start, last_slot, kv_head), (is_key, rank, count)
+    k = keys_of_rank(keys, column, w, at, strides, PAGE, HEAD_DIM, BLOCK_H)
+    left = keys_of_rank(keys, column, w - 1, at, strides, PAGE, HEAD_DIM, BLOCK_H)
+    right = keys_of_rank(keys, column, w + 1, at, strides, PAGE, HEAD_DIM, BLOCK_H)
     if keys.scale_K is not None:
         scale = scale * tl.load(keys.scale_K + kv_head)
     minimum = -3.4028234663852886e38

@@ -13,20 +13,8 @@ from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 
 @triton.jit
-def _weight(p_w, column, m_column, EVEN: tl.constexpr):
-    """[BLOCK_M, BLOCK_I] of the weight."""
-    if EVEN:
-        w = tl.load(p_w + column)
-    else:
-        w = tl.load(p_w + column, mask=m_column, other=0.0)
-    return w
-
-
-@triton.jit
 def _product(
-    p_x,
-    p_w,
-    p_up,
+    pointers,
     m_row,
     IN,
     TWICE: tl.constexpr,
@@ -34,7 +22,8 @@ def _product(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """W x^T [M, BLOCK_R] in fp32, and that of the up rows when TWICE."""
+    """W x^T [M, BLOCK_R] in fp32, and that of the up rows when TWICE; `pointers`: to x, W and the up rows."""
+    p_x, p_w, p_up = pointers
     BLOCK_M: tl.constexpr = p_w.shape[0]
     BLOCK_I: tl.constexpr = p_w.shape[1]
     BLOCK_R: tl.constexpr = m_row.shape[0]
@@ -45,10 +34,10 @@ def _product(
         m_column = (column + o_column < IN)[None, :]
         m_x = m_row[:, None] if EVEN else m_row[:, None] & m_column
         x = tl.load(p_x + column, mask=m_x, other=0.0)
-        w = _weight(p_w, column, m_column, EVEN)
+        w = tl.load(p_w + column) if EVEN else tl.load(p_w + column, mask=m_column, other=0.0)
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
         if TWICE:
-            up = _weight(p_up, column, m_column, EVEN)
+            up = tl.load(p_up + column) if EVEN else tl.load(p_up + column, mask=m_column, other=0.0)
             acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
     return acc, acc_up
 
@@ -113,9 +102,8 @@ def grouped_kernel(
         row_w += o_stacked // BLOCK_O * OUT
     p_w = p_expert + row_w[:, None] * strides[2] + o_column[None, :]
     p_up = p_w + OUT * strides[2] if GATED and not TILE.stacked else p_w
-    acc, acc_up = _product(
-        p_x, p_w, p_up, m_row, IN, GATED and not TILE.stacked, EVEN, TILE.stages, PRECISION
-    )
+    is_twice: tl.constexpr = GATED and not TILE.stacked
+    acc, acc_up = _product((p_x, p_w, p_up), m_row, IN, is_twice, EVEN, TILE.stages, PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = y.dtype.element_ty

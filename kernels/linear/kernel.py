@@ -71,19 +71,12 @@ def _product(
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     o_column = tl.arange(0, BLOCK_D)
     for column in tl.range(first, end, BLOCK_D, num_stages=STAGES):
-        if EVEN_D:
-            x = tl.load(p_x + column, mask=m_row[:, None], other=0.0)
-            w = tl.load(p_w + column)
-        else:
-            m_column = (column + o_column < D)[None, :]
-            x = tl.load(p_x + column, mask=m_row[:, None] & m_column, other=0.0)
-            w = tl.load(p_w + column, mask=m_column, other=0.0)
+        m_column = (column + o_column < D)[None, :]
+        x = tl.load(p_x + column, mask=m_row[:, None] if EVEN_D else m_row[:, None] & m_column, other=0.0)
+        w = tl.load(p_w + column) if EVEN_D else tl.load(p_w + column, mask=m_column, other=0.0)
         acc = tl.dot(w.to(x.dtype), x.T, acc, input_precision=PRECISION)
         if GATED:
-            if EVEN_D:
-                up = tl.load(p_up + column)
-            else:
-                up = tl.load(p_up + column, mask=m_column, other=0.0)
+            up = tl.load(p_up + column) if EVEN_D else tl.load(p_up + column, mask=m_column, other=0.0)
             acc_up = tl.dot(up.to(x.dtype), x.T, acc_up, input_precision=PRECISION)
     return acc, acc_up
 

@@ -247,15 +247,8 @@ def search_wanted_kernel(
 
 @triton.jit(do_not_specialize=["B", "X", "H"])
 def index_wanted_kernel(
-    first_B,
-    num_B,
-    waited_B,
-    index_BW,
-    count_B,
-    index_H,
-    origin_H,
-    numbers_X,
-    waits_B,
+    given,
+    out,
     B,
     X,
     H,
@@ -265,6 +258,8 @@ def index_wanted_kernel(
     BLOCK: tl.constexpr,
 ):
     """The rows of the head of one sequence, or (in the programs after those) padding."""
+    first_B, num_B, waited_B, index_BW, count_B = given
+    index_H, origin_H, numbers_X, waits_B = out
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_B)
     counts = tl.load(count_B + c, mask=c < B, other=0)

@@ -126,7 +126,7 @@ def keep_wanted(
         num_warps=1,
     )
     index_wanted_kernel[(num_sequences + triton.cdiv(max(num_wanted, num_head), PADDING_BLOCK),)](
-        *(first_B, num_B, waits_B, index_BW, demand_B, index_H, origin_H, numbers_X, new_waits_B),
+        *((first_B, num_B, waits_B, index_BW, demand_B), (index_H, origin_H, numbers_X, new_waits_B)),
         *(num_sequences, num_wanted, num_head),
         PACKS=packs,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
