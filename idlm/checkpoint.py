@@ -162,12 +162,13 @@ def check_file(path: str | Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
     path = Path(path)
+    cause: Exception | None = None
     try:
         check_file(path)
         content = json.loads(path.read_bytes().decode("utf-8"))
         if isinstance(content, dict):
             return content
-        problem, cause = f"{path}, line 1: expected an object, got {type(content).__name__}", None
+        problem = f"{path}, line 1: expected an object, got {type(content).__name__}"
     except OSError as error:
         problem = f"cannot read {path}: {error.strerror}"
         raise UserError("IDLM-0303", problem, fix="check the path") from error
