@@ -34,6 +34,7 @@ from idlm.config.schema import option
 from idlm.contracts import plain_value
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, PACKINGS, unpacked
+from idlm.files.records import without_nulls
 from idlm.infer.cli.batch import answer_lines, resume_state
 from idlm.infer.cli.config import EngineArguments, GenerateConfig, read_arguments
 from idlm.infer.cli.output import exclusive_output
@@ -69,7 +70,6 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The file that holds its answers."""
         return f"part-{self.number:05d}.jsonl"
 
 
@@ -104,7 +104,6 @@ class PartAnswerer:
 
 
 def main() -> int:
-    """Entry point of the command."""
     return command.run(generate)
 
 
@@ -223,14 +222,12 @@ def check_folder(config: RayConfig, parts: list[Part]) -> None:
 
 
 def is_answered(part: Part, config: RayConfig, common: RunConfig) -> bool:
-    """Whether the file of a part is complete, without a failed answer."""
     job, read = job_of(part, config)
     earlier = resume_state(job, read, common)
     return earlier is not None and earlier.is_whole and earlier.source == Path(str(job.output))
 
 
 def job_of(part: Part, config: RayConfig) -> tuple[RayConfig, Any]:
-    """The configuration of `idlm-generate` for one part, and what reads its prompts."""
     output = Path(str(config.output)) / part.name
     job = dataclasses.replace(config, input=part.path, output=str(output), resume=True, stats=False)
     return job, partial(read_part, part, config)
@@ -258,7 +255,6 @@ def cut(config: RayConfig) -> list[Part]:
 
 
 def _starts(path: Path, size: int) -> list[tuple[int, int, int]]:
-    """First row, rows, and offset of the parts of a file."""
     num_rows, offset, offsets = 0, 0, dict[int, int]()
     if path.suffix == ".parquet":
         num_rows = _parquet(path).metadata.num_rows
@@ -288,7 +284,6 @@ def seed_of(seed: int | None, request_id: str) -> int:
 
 
 def _rows(part: Part) -> Iterator[bytes]:
-    """The rows of a part as JSON."""
     path = Path(part.path)
     if path.suffix == ".parquet":
         yield from _parquet_rows(part)
@@ -312,15 +307,8 @@ def _parquet_rows(part: Part) -> Iterator[bytes]:
         num_rows = file.metadata.row_group(group).num_rows
         if row < end and row + num_rows > start:
             for record in file.read_row_group(group).to_pylist()[max(0, start - row) : end - row]:
-                yield json.dumps(_without_nulls(record), default=str).encode()
+                yield json.dumps(without_nulls(record), default=str).encode()
         row += num_rows
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out the fields that a row of Parquet has only because other rows have them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path) -> Any:

@@ -54,7 +54,6 @@ class DynamoConfig(EngineSettings):
 
     @property
     def name(self) -> str:
-        """The model's name for clients."""
         return self.served_model_name or Path(str(self.model)).resolve().name
 
 
@@ -99,7 +98,6 @@ class Backend:
             generation.fail(ApiError(499, "the request was cancelled"))
 
     async def cleanup(self) -> None:
-        """End the engine process."""
         await self.client.close()
         if self._running is not None:
             with contextlib.suppress(UserError):
@@ -126,7 +124,6 @@ def params_of(request: Request, defaults: SamplingParams) -> SamplingParams:
 
 
 def chunk_of(event: AnswerEvent, num_prompt_tokens: int) -> Chunk:
-    """An event in Dynamo's form."""
     chunk: Chunk = {"token_ids": event.token_ids, "index": 0}
     if event.logprobs:
         chunk["log_probs"] = [logprob for _, logprob, _ in event.logprobs]
@@ -201,8 +198,6 @@ def engine_class() -> Any:
 
 
 def main() -> int:
-    """Entry point of the command."""
-
     def serve(arguments: list[str]) -> int:
         if command.has_help_flag(arguments):
             from idlm.cli.help import describe

@@ -27,6 +27,7 @@ from idlm.train.config.schema import (
     MATMUL_TFLOPS,
     TASK_TOKENIZER,
     WANDB_MODES,
+    AdapterConfig,
     StageConfig,
     TrainConfig,
     missing_keys,
@@ -104,49 +105,40 @@ def check_config(config: TrainConfig) -> None:
             *_choices(config),
             *_ranges(config),
             *_model_problems(config),
-            *_adapter_problems(config),
             *_loop_problems(config),
             *_stage_problems(config),
-            *_stop_problems(config),
-            *data_problems(config.data, config.eval.path),
-            *_split_problems(config),
-            *deepspeed_problems(config),
+            *data_problems(config),
+            *(deepspeed_problems(config) if uses_deepspeed(config.train) else ()),
             *unused_options(config),
             *_path_problems(config),
         ]
     )
 
 
-def _path_problems(config: TrainConfig) -> list[str]:
+def _path_problems(config: TrainConfig) -> Iterator[str]:
     # pathlib takes a blank path, such as an unset shell variable leaves, for the current folder.
-    paths = {key: value_of(config, key) for key in PATHS}
-    problems = [
-        f"{key} is empty: {PATHS[key]}"
-        for key, path in paths.items()
-        if path is not None and not path.strip()
-    ]
+    for key, what in PATHS.items():
+        path = value_of(config, key)
+        if path is not None and not path.strip():
+            yield f"{key} is empty: {what}"
     target = Path(config.output_dir).absolute()
     existing = next(path for path in (target, *target.parents) if path.exists())
     if not existing.is_dir():
-        problems.append(f"output_dir={config.output_dir}: {existing} is a file")
-    foreign = foreign_files(target, PUBLISHED_FILES)
-    return problems + [
-        f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
-        for name in foreign
-    ]
+        yield f"output_dir={config.output_dir}: {existing} is a file"
+    for name in foreign_files(target, PUBLISHED_FILES):
+        yield f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
 
 
-def _not_finite(values: Any, key: str = "") -> list[str]:
+def _not_finite(values: Any, key: str = "") -> Iterator[str]:
     """Numbers anywhere in `values` that are nan or infinite, which most comparisons do not find."""
     if isinstance(values, float) and not math.isfinite(values):
-        return [f"{key}={values} must be a finite number"]
-    if isinstance(values, dict):
-        items = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
+        yield f"{key}={values} must be a finite number"
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            yield from _not_finite(value, f"{key}.{name}" if key else str(name))
     elif isinstance(values, list):
-        items = [(f"{key}[{existing}]", value) for existing, value in enumerate(values)]
-    else:
-        return []
-    return [line for name, value in items for line in _not_finite(value, name)]
+        for index, value in enumerate(values):
+            yield from _not_finite(value, f"{key}[{index}]")
 
 
 def _choices(config: TrainConfig) -> list[str]:
@@ -186,26 +178,21 @@ def _choices(config: TrainConfig) -> list[str]:
     ]
 
 
-def _ranges(config: TrainConfig) -> list[str]:
-    """Numbers outside of their range."""
+def _ranges(config: TrainConfig) -> Iterator[str]:
     left_open = CHOSEN if config.train.sizes == "auto" else ()
-    found = [
-        f"{key}={value} must be {text}"
-        for text, is_fine, keys in RANGES
-        for key in keys.split()
-        if (value := value_of(config, key)) is not None
-        and not is_fine(value)
-        and not (value == 0 and key in left_open)
-    ]
+    for text, is_fine, keys in RANGES:
+        for key in keys.split():
+            value = value_of(config, key)
+            if not (value is None or is_fine(value) or (value == 0 and key in left_open)):
+                yield f"{key}={value} must be {text}"
     if config.train.schedule == "wsd" and config.train.warmup + config.train.decay > 1:
-        found.append("train.warmup and train.decay are shares of the same steps: their sum must not exceed 1")
-    return found
+        yield "train.warmup and train.decay are shares of the same steps: their sum must not exceed 1"
 
 
-def _model_problems(config: TrainConfig) -> list[str]:
-    model, problems = config.model, []
+def _model_problems(config: TrainConfig) -> Iterator[str]:
+    model = config.model
     if model.dtype == "bfloat16" and not uses_deepspeed(config.train) and config.adapter is None:
-        problems.append(
+        yield (
             "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
             "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
             "model.dtype=float32 train.bf16=true"
@@ -213,174 +200,164 @@ def _model_problems(config: TrainConfig) -> list[str]:
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
         hint = "it has no config.json" if Path(model.path).exists() else "the directory does not exist"
         what = f"model.path={Path(model.path)} is not a checkpoint directory"
-        problems.append(f"{what}: {hint}; hub names are not downloaded")
+        yield f"{what}: {hint}; hub names are not downloaded"
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
-        problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
-    return problems
-
-
-def _adapter_problems(config: TrainConfig) -> list[str]:
-    name, problems = config.objective, []
-    if config.train.distill != "none" and not (config.is_gated and name == "idlm"):
-        problems.append(
+        yield f"model.tokenizer={model.tokenizer} is not a directory"
+    if config.train.distill != "none" and not (config.is_gated and config.objective == "idlm"):
+        yield (
             f"train.distill={config.train.distill} needs objective=idlm and a gated adapter: in other runs "
             "the clean rows, which are the teacher, would be trained too"
         )
-    if config.adapter is None:
-        return problems + (["export.merge=true: there is no adapter to merge"] if config.export.merge else [])
+    if config.adapter is not None:
+        yield from _adapter_problems(config, config.adapter)
+    elif config.export.merge:
+        yield "export.merge=true: there is no adapter to merge"
+
+
+def _adapter_problems(config: TrainConfig, adapter: AdapterConfig) -> Iterator[str]:
+    name = config.objective
     if config.model.path is None:
-        problems.append(
+        yield (
             "an adapter on new random weights cannot be used, its base is stored nowhere: give model.path, "
             "or train the new weights first and adapt their checkpoint"
         )
-    if not config.adapter.targets:
-        problems.append("adapter.targets is empty: name at least one linear layer")
-    if not config.adapter.gated:
+    if not adapter.targets:
+        yield "adapter.targets is empty: name at least one linear layer"
+    if not adapter.gated:
         if not config.export.merge:
-            problems.append(
+            yield (
                 "export.merge=false: an adapter that is not gated changes every row, and idlm decodes with "
                 "gated ones alone; set export.merge=true, which publishes a whole checkpoint"
             )
-        return problems
+        return
     if config.export.merge:
-        problems.append(
+        yield (
             "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
             "of the answers; leave it out: the adapter is published next to its base (adapter.gated=false "
             "trains one that is merged)"
         )
     if not objective_has(config, "places_masks"):
-        problems.append(f"objective={name} has no mask rows for a gated adapter to train on")
+        yield f"objective={name} has no mask rows for a gated adapter to train on"
     if not objective_has(config, "predicts_next"):
-        problems.append(
+        yield (
             f"objective={name} takes no gated adapter: its rows see later ones too, so they are not those "
             "of the base; remove adapter, or set adapter.gated=false"
         )
-    return problems + [
-        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with a gated adapter clean rows are the "
-        "base model's and their loss is constant; leave clean_weight out or set it to 0"
-        for index, stage in enumerate(config.train.stages)
-        if stage.clean_weight not in (None, 0)
-    ]
+    for index, stage in enumerate(config.train.stages):
+        if stage.clean_weight not in (None, 0):
+            yield (
+                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with a gated adapter clean rows "
+                "are the base model's and their loss is constant; leave clean_weight out or set it to 0"
+            )
 
 
-def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
-    """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
-    problems: list[str] = []
-    owners: dict[Path, str] = {}
+def data_problems(config: TrainConfig) -> Iterator[str]:
+    """Looks for files but opens none."""
+    data, owners = config.data, dict[Path, str]()
     paths = [
         ("data" if not data.sources else f"data.sources[{i}]", one) for i, one in enumerate(data.parts())
     ]
     given = [(f"{key}.path", one.path, one.source) for key, one in paths]
-    for key, path, source in [*given, ("eval.path", held_out, data.source)]:
+    for key, path, source in [*given, ("eval.path", config.eval.path, data.source)]:
         if source in SUFFIXES and path is not None and path.strip():
             try:
                 found = find_files(path, SUFFIXES[source])
             except UserError as error:
-                problems.append(f"{key}: {error.message}")
+                yield f"{key}: {error.message}"
                 continue
             twice = next((file for file in found if owners.setdefault(file.resolve(), key) != key), None)
             if twice is not None and key != "eval.path":
-                problems.append(f"{owners[twice.resolve()]} and {key} both hold {twice}: give it once")
+                yield f"{owners[twice.resolve()]} and {key} both hold {twice}: give it once"
     try:
         datetime.date.fromisoformat(data.date or "2000-01-01")
     except ValueError:
-        problems.append(f"data.date={data.date!r} is not a day: write YYYY-MM-DD")
-    return problems + (_mixture_problems(data) if data.sources else [])
+        yield f"data.date={data.date!r} is not a day: write YYYY-MM-DD"
+    if data.sources:
+        yield from _mixture_problems(data)
+    if data.source == "hf" and (config.eval.path, config.eval.split) != (None, None):
+        held_out = held_out_config(data, config.eval.path, config.eval.split)
+        if held_out.split == held_out.trained_split:
+            yield (
+                f"eval.split={held_out.split} of {held_out.path} is trained on: name another, or leave "
+                "eval.path and eval.split out, so that eval.holdout holds out a share"
+            )
 
 
-def _split_problems(config: TrainConfig) -> list[str]:
-    held_out = held_out_config(config.data, config.eval.path, config.eval.split)
-    is_given = (config.eval.path, config.eval.split) != (None, None)
-    if config.data.source != "hf" or not is_given or held_out.split != held_out.trained_split:
-        return []
-    return [
-        f"eval.split={held_out.split} of {held_out.path} is trained on: name another, or leave eval.path "
-        "and eval.split out, so that eval.holdout holds out a share"
-    ]
-
-
-def _mixture_problems(data: DataConfig) -> list[str]:
-    problems = ["data.path and data.sources exclude each other"] if data.path is not None else []
+def _mixture_problems(data: DataConfig) -> Iterator[str]:
+    if data.path is not None:
+        yield "data.path and data.sources exclude each other"
     for index, (one, made) in enumerate(zip(data.sources, data.parts(), strict=True)):
         key = f"data.sources[{index}]"
         if not (one.path or "").strip():
-            problems.append(f"{key}.path is missing")
+            yield f"{key}.path is missing"
         if not one.weight > 0:
-            problems.append(f"{key}.weight={one.weight} must be above 0")
+            yield f"{key}.weight={one.weight} must be above 0"
         if made.source not in FILE_SOURCES:
-            problems.append(f"{key}.source={made.source!r} is not one of {', '.join(FILE_SOURCES)}")
+            yield f"{key}.source={made.source!r} is not one of {', '.join(FILE_SOURCES)}"
         if made.shape not in SHAPE_CHOICES:
-            problems.append(f"{key}.shape={made.shape!r} is not one of {', '.join(SHAPE_CHOICES)}")
-    return problems
+            yield f"{key}.shape={made.shape!r} is not one of {', '.join(SHAPE_CHOICES)}"
 
 
-def _loop_problems(config: TrainConfig) -> list[str]:
-    loop, source, attention, problems = config.train, config.data.source, config.model.attention, []
+def _loop_problems(config: TrainConfig) -> Iterator[str]:
+    loop, source, attention = config.train, config.data.source, config.model.attention
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
     if loop.max_length == 1:
-        problems.append("train.max_length=1 leaves no token to predict")
+        yield "train.max_length=1 leaves no token to predict"
     minimum = max(1, len(loop.stages))
     if loop.steps is not None and loop.steps < minimum:
-        problems.append(f"train.steps={loop.steps} is too few: give {minimum} or more, one for every stage")
+        yield f"train.steps={loop.steps} is too few: give {minimum} or more, one for every stage"
     if attention == "idlm_sdpa" and config.is_gated and loop.batch_size > 1:
-        problems.append(
+        yield (
             f"model.attention=idlm_sdpa with a gated adapter has one mask over the rows of all "
             f"train.batch_size={loop.batch_size} packed rows, of (batch_size * row_length)^2: use auto, or "
             "train.batch_size=1 and a larger train.accumulation"
         )
     if attention in GPU_ONLY and not has_gpu:
-        problems.append(f"model.attention={attention} has no backward pass on a CPU: use auto")
+        yield f"model.attention={attention} has no backward pass on a CPU: use auto"
     if None not in (loop.steps, loop.epochs):
-        problems.append("train.steps and train.epochs exclude each other")
+        yield "train.steps and train.epochs exclude each other"
     if loop.epochs is not None and is_endless(source):
-        problems.append(
-            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless"
-        )
+        yield f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless"
     if loop.overlong == "split" and is_endless(source):
-        problems.append(f"train.overlong=split is for files, not for data.source={source}")
-    return problems
-
-
-def _stop_problems(config: TrainConfig) -> list[str]:
-    problems = []
+        yield f"train.overlong=split is for files, not for data.source={source}"
+    if loop.offload_optimizer and loop.zero_stage not in (1, 2, 3):
+        yield "train.offload_optimizer=true needs train.zero_stage=1, 2 or 3"
     for name, fall in config.eval.stop_if.items():
         if name not in DECODED:
-            problems.append(f"eval.stop_if: {name!r} is not one of {', '.join(DECODED)}")
+            yield f"eval.stop_if: {name!r} is not one of {', '.join(DECODED)}"
         elif fall <= 0:
-            problems.append(f"eval.stop_if: {name}={fall} must be above 0, a fall below the best value")
+            yield f"eval.stop_if: {name}={fall} must be above 0, a fall below the best value"
         elif name == DECODED[0] and config.data.source != "task":
-            problems.append(f"eval.stop_if: {name} is known for data.source=task alone, which has a checker")
-    return problems
+            yield f"eval.stop_if: {name} is known for data.source=task alone, which has a checker"
 
 
-def _stage_problems(config: TrainConfig) -> list[str]:
+def _stage_problems(config: TrainConfig) -> Iterator[str]:
     stages, has_length = config.train.stages, (config.train.steps, config.train.epochs) != (None, None)
     if not objective_has(config, "has_strides"):
-        problems = [] if has_length else ["train.steps is missing"]
+        if not has_length:
+            yield "train.steps is missing"
         if stages:
             name = config.objective
-            problems.append(f"objective={name} has no strides: remove train.stages and give train.steps")
-        return problems
+            yield f"objective={name} has no strides: remove train.stages and give train.steps"
+        return
     if not stages:
-        return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
+        yield "train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"
+        return
     has_clean_loss = objective_has(config, "predicts_next")
-    problems = [
-        f"train.stages[{index}]{problem}"
-        for index, stage in enumerate(stages)
-        for problem in _problems_of_stage(stage, has_clean_loss=has_clean_loss)
-    ]
+    for index, stage in enumerate(stages):
+        for problem in _problems_of_stage(stage, has_clean_loss=has_clean_loss):
+            yield f"train.stages[{index}]{problem}"
     if len({stage.steps is None for stage in stages}) > 1:
-        problems.append("train.stages mixes steps and fractions")
+        yield "train.stages mixes steps and fractions"
     elif stages[0].steps is None:
         if not has_length:
-            problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
+            yield "train.stages gives fractions: train.steps (or epochs) is missing"
         total = sum(stage.fraction or 0 for stage in stages)
         if abs(total - 1) > FRACTION_TOLERANCE:
-            problems.append(
+            yield (
                 f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and "
                 "must add up to 1; give fewer train.steps (or epochs) for a shorter run"
             )
-    return problems
 
 
 def _problems_of_stage(stage: StageConfig, *, has_clean_loss: bool) -> Iterator[str]:

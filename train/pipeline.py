@@ -5,61 +5,148 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from idlm.cli.command import absent
 from idlm.devices import host_memory, is_out_of_memory, require_gpu
+from idlm.errors import UserError
 from idlm.log import num_local_processes, num_processes, rank
-from idlm.train.arguments import (
-    launcher_pid,
-    require_same_config_everywhere,
-    shape,
-    training_arguments,
-)
 from idlm.train.check import check_config
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
-from idlm.train.checkpoint.reshard import reshard
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
+    RunShape,
     choose_checkpoint,
+    config_hash,
     finished_text,
+    needs_resharding,
     store_config,
     store_finished,
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
-from idlm.train.checkpoint.same_run import needs_resharding
+from idlm.train.checkpoint.save import reshard
 from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
-from idlm.train.config.schema import TrainConfig, with_accumulation
-from idlm.train.data.checks import held_out_text
-from idlm.train.distributed.collectives import from_rank_zero, is_distributed
+from idlm.train.config.schema import LoopConfig, TrainConfig, with_accumulation
+from idlm.train.data.checks import held_out_text, run_warnings
+from idlm.train.distributed.collectives import from_rank_zero, gather_objects, is_distributed
 from idlm.train.distributed.deepspeed import (
+    keeps_fp32_masters,
     num_parameters,
     num_trained_parameters,
     route_library_output,
     uses_deepspeed,
     zero_stage,
 )
-from idlm.train.loop.progress import Progress
+from idlm.train.loop.progress import Progress, open_tracker
 from idlm.train.loop.trainer import IdlmTrainer, PrepareSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import explain_out_of_memory
 from idlm.train.planning.state import check_disk, plan_disk, size_text
-from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import Prepared, data_report, prepare, remember_base, remember_data
 from idlm.train.report import Sampler, report_run
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
 
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6
 """Of a save that has not been measured: a slow network disk."""
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """The arguments of the Trainer, to be kept alive: ZeRO-3 reads them. Opens the process group."""
+    from transformers import TrainingArguments
+    from transformers.utils.logging import disable_progress_bar
+
+    loop = config.train
+    disable_progress_bar()  # Those of weight files would break our own progress line.
+    on_gpu = loop.device != "cpu" and torch.cuda.is_available()
+    deepspeed = None
+    if uses_deepspeed(loop):
+        from idlm.train.distributed.deepspeed_settings import (
+            deepspeed_config,
+            open_communication,
+            prepare_environment,
+        )
+
+        prepare_environment(on_cpu=not on_gpu)
+        deepspeed = deepspeed_config(config, "cuda" if on_gpu else "cpu")
+    args = TrainingArguments(
+        output_dir=str(Path(config.output_dir) / RUN_FOLDER),
+        per_device_train_batch_size=loop.batch_size,
+        gradient_accumulation_steps=loop.accumulation,
+        learning_rate=loop.learning_rate,
+        warmup_steps=loop.warmup,
+        weight_decay=loop.weight_decay,
+        adam_beta2=loop.adam_beta2,
+        max_grad_norm=loop.max_grad_norm,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        bf16=loop.bf16 or keeps_fp32_masters(config),
+        seed=loop.seed,
+        use_cpu=not on_gpu,
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=loop.save_every,
+        save_total_limit=loop.save_total_limit,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        deepspeed=deepspeed,
+        ddp_find_unused_parameters=False,
+        # More than there are cores would only warn and wait for each other.
+        dataloader_num_workers=min(loop.workers, len(os.sched_getaffinity(0))),
+        accelerator_config={"non_blocking": on_gpu},  # Otherwise a batch waits for the step before.
+    )
+    if not on_gpu:
+        # Among several ranks it is "cpu:0", to which torch 2.11 restores no tensor of a checkpoint.
+        vars(args)["_setup_devices"] = torch.device("cpu")
+    if args.n_gpu > 1:
+        raise UserError(
+            "IDLM-0508",
+            f"{args.n_gpu} GPUs are visible to one process",
+            fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
+        )
+    if deepspeed is not None:
+        open_communication()
+    return args
+
+
+def shape(loop: LoopConfig) -> RunShape:
+    """Return how this run divides a step, from its configuration and launcher."""
+    return RunShape(
+        world_size=num_processes(),
+        batch_size=loop.batch_size,
+        accumulation=loop.accumulation,
+        zero_stage=zero_stage(loop),
+    )
+
+
+def launcher_pid() -> int | None:
+    return os.getppid() if "LOCAL_RANK" in os.environ else None
+
+
+def require_same_config_everywhere(config: TrainConfig) -> None:
+    """Raise UserError IDLM-0514 on all ranks when one was started with another configuration. Collective."""
+    hashes = gather_objects(config_hash(config))
+    odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if odd:
+        raise UserError(
+            "IDLM-0514",
+            f"ranks {odd} were started with another configuration than rank 0 (hashes {hashes})",
+            fix="compose once and give every rank that file, as recipes/launch/*.sh do (config=FILE)",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +190,14 @@ def _run(
     sampler: Sampler | None,
     start: float,
 ) -> RunOutcome:
-    require_same_config_everywhere(config)
-    finished = from_rank_zero(lambda: finished_text(config)) if is_distributed() else None
-    if finished is not None:
-        # In a run of one process the command line has asked this before the imports of this file.
-        if rank() == 0:
-            console.print(finished, highlight=False, soft_wrap=True, markup=False)
-        return RunOutcome(signal=None, last_step=0)
+    # In a run of one process the command line has looked for its end before the imports of this file.
+    if is_distributed():
+        require_same_config_everywhere(config)
+        finished = from_rank_zero(lambda: finished_text(config))
+        if finished is not None:
+            if rank() == 0:
+                console.print(finished, highlight=False, soft_wrap=True, markup=False)
+            return RunOutcome(signal=None, last_step=0)
     now = shape(config.train)
     checkpoint = from_rank_zero(lambda: choose_checkpoint(config, now))
     if checkpoint is not None and needs_resharding(now, checkpoint):
@@ -120,9 +208,9 @@ def _run(
     from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
     run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
-    dataset, row_rule = prepared.dataset, prepared.objective.row_rule
-    rows: dict[str, Any] = {"row_rule": row_rule, "left_out": dataset.left_out, "date": prepared.date}
-    from_rank_zero(lambda: remember_data(run, dataset.source, **rows, is_continued=is_continued))
+    dataset, rule, date = prepared.dataset, prepared.objective.row_rule, prepared.date
+    data: Any = {"row_rule": rule, "left_out": dataset.left_out, "date": date, "is_continued": is_continued}
+    from_rank_zero(lambda: remember_data(run, dataset.source, **data))
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
     outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)
     last_step = outcome.last_step
@@ -133,9 +221,7 @@ def _run(
     report = None
     if rank() == 0:
         if config.report.enabled:
-            seconds = time.perf_counter() - start
-            facts = {"num_gpus": args.world_size, "seconds": seconds}
-            report = write_report(config, prepared, sampler, free=free, **facts)
+            report = write_report(config, prepared, sampler, seconds=time.perf_counter() - start, free=free)
         store_finished(config, num_steps=last_step)
     return RunOutcome(signal=None, last_step=last_step, report=report)
 
@@ -154,7 +240,6 @@ def write_report(
 
 
 def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:
-    """Print what the run will do. On rank 0."""
     if rank() != 0:
         return
     curriculum, model = prepared.curriculum, prepared.model
@@ -188,7 +273,6 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
 
 
 def copy_text(config: TrainConfig, prepared: Prepared) -> str:
-    """What the copies of a save take of this host's memory."""
     needed = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
     if zero_stage(config.train):
         needed = needed * num_local_processes() // num_processes()
@@ -235,7 +319,8 @@ def train(
     trainer.add_callback(stop)
     if writer.is_async:
         trainer.add_callback(PrepareSaves(trainer))
-    _open_tracker(config, progress)
+    if rank() == 0 and config.wandb.mode != "disabled":
+        progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
     try:
         with stop.listening(), writer.lingering():
             trainer.train() if checkpoint is None else trainer.resume(checkpoint)
@@ -257,13 +342,6 @@ def train(
     return outcome, trainer.release
 
 
-def _open_tracker(config: TrainConfig, progress: Progress) -> None:
-    if rank() == 0 and config.wandb.mode != "disabled":
-        from idlm.train.loop.metrics import open_tracker
-
-        progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
-
-
 def _publish_stage(
     config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, stage: Stage, target: Path | None = None
 ) -> None:
@@ -279,23 +357,13 @@ def _add_evaluation(
     from idlm.train.loop.evaluation import HeldOut, HeldOutAnswers
 
     settings, answers = config.eval, None
-    assert settings.every is not None and prepared.held_out is not None
+    assert prepared.held_out is not None
     if settings.num_prompts and sampler is not None:
         directory = Path(config.output_dir) / RUN_FOLDER / "decoded"
         answers = HeldOutAnswers(
             publish=lambda stage: _publish_stage(config, prepared, trainer, stage, directory),
             directory=directory,
             sampler=sampler,
-            num_prompts=settings.num_prompts,
-            stop_if=settings.stop_if,
+            settings=settings,
         )
-    trainer.add_callback(
-        HeldOut(
-            prepared.held_out,
-            progress,
-            trainer,
-            every=settings.every,
-            num_items=settings.num_items,
-            answers=answers,
-        )
-    )
+    trainer.add_callback(HeldOut(prepared.held_out, progress, trainer, settings, answers))

@@ -24,13 +24,13 @@ from idlm.train.checkpoint.base_files import BaseFiles, read_base_files
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
-from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
+from idlm.train.data.base import Source, has_splits, make_encoder, open_source
+from idlm.train.data.cache import CountedSource
 from idlm.train.data.checks import DataReport, inspect_data
 from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
-from idlm.train.data.held_out import held_out_flags
-from idlm.train.data.mixture import CountedSource
+from idlm.train.data.packing import held_out_flags
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import gathering_forward, num_parameters, zero_stage
+from idlm.train.distributed.deepspeed import gathering_forward, num_parameters
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
@@ -81,8 +81,6 @@ class RunData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(RunData):
-    """Everything a run needs, checked and loaded."""
-
     model: PreTrainedModel
     tokenizer: Any
     mask_token_id: int | None
@@ -112,7 +110,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
                 vars(layer)["gradient_checkpointing"] = False
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
-    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
+    if compiles(config, device):
         layers = decoder_layers(model)
         num_rows, weights = config.train.batch_size * data.dataset.row_length, num_parameters(layers)
         if is_short(weights / len(layers), num_rows=num_rows, is_gated=config.is_gated):
@@ -164,14 +162,12 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
 
 
 def prepare_base_files(config: TrainConfig) -> BaseFiles:
-    """What exports take over from the base and the tokenizer of a run."""
     path = config.model.path
     with _tokenizer_folder(config) as directory:
         return read_base_files(None if path is None else Path(path), directory)
 
 
 def data_report(config: TrainConfig, prepared: Prepared) -> DataReport:
-    """Figures and warnings about the data of a run."""
     generation = prepared.model.generation_config.to_dict()
     stops = stop_token_ids(prepared.tokenizer, generation)
     return inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
@@ -254,7 +250,8 @@ def prepare_data(
     loop = config.train
     date = from_rank_zero(lambda: run_date(config))
     encoder = make_encoder(config.data, tokenizer, mask_token_id, date=date)
-    source = _open(config.data, encoder, output_dir=config.output_dir)
+    opened = open_source_on_all_ranks if is_distributed() else open_source
+    source = opened(config.data, encoder, output_dir=config.output_dir)
     is_held_out = held_out_flags(config.eval, source, seed=config.data.seed)
 
     def packed(source: Source, left_out: np.ndarray | None) -> PackedDataset:
@@ -277,26 +274,15 @@ def prepare_data(
     if config.eval.every is not None and is_held_out is not None:
         held_out = packed(source, ~is_held_out)
     elif config.eval.every is not None:
-        held_out = packed(_separate_source(config, encoder), None)
+        separate = separate_data(config)
+        if separate is None:
+            raise UserError(
+                "IDLM-0552",
+                "the data has no samples to hold out: it is endless, has one prompt, or eval.holdout=0",
+                fix="give eval.path with held-out data, or eval.every=null",
+            )
+        held_out = packed(opened(separate, encoder, output_dir=config.output_dir), None)
     return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out, date=encoder.date)
-
-
-def _open(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
-    """Return the source of `data`, the same on each rank. Collective."""
-    opened = open_source_on_all_ranks if is_distributed() else open_source
-    return opened(data, encoder, output_dir=output_dir)
-
-
-def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
-    """Open what `separate_data` names; UserError IDLM-0552 where there is nothing to hold out."""
-    data = separate_data(config)
-    if data is None:
-        raise UserError(
-            "IDLM-0552",
-            "the data has no samples to hold out: it is endless, has one prompt, or eval.holdout=0",
-            fix="give eval.path with held-out data, or eval.every=null",
-        )
-    return _open(data, encoder, output_dir=config.output_dir)
 
 
 def separate_data(config: TrainConfig) -> DataConfig | None:
@@ -336,28 +322,32 @@ def remember_data(
         return
     unknown = {"row_rule": "1"} | ({"left_out": None} if "left_out" in now else {})
     before = unknown | _remembered(run / DATA_FILE, now, is_continued=is_continued)
-    is_same_data = before.get("digest") == now.get("digest")
-    if before["row_rule"] != row_rule or (is_same_data and before.get("left_out") != now.get("left_out")):
-        raise UserError(
-            "IDLM-0235",
-            f"the run in {run} was packed by another version, which counted rows of samples, or held samples "
-            "out, otherwise",
-            fix="continue it with that version, or start a new run: another output_dir, or resume=never",
-        )
-    if before.get("date") != date:
-        raise UserError(
-            "IDLM-0235",
-            f"the chat template writes the date, which is {date} now and was {before.get('date', 'another')} "
-            f"when the run in {run} began, so its data would be other data",
-            fix=f"set data.date={before.get('date', 'YYYY-MM-DD')}, the day on which the run began",
-        )
     if before != now:
-        raise UserError(
-            "IDLM-0235",
-            f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
-            f"{now.get('num_samples')} of its data now",
-            fix="restore the data files, or start a new run: another output_dir, or resume=never",
+        raise _other_data(run, before, now)
+
+
+def _other_data(run: Path, before: dict[str, Any], now: dict[str, Any]) -> UserError:
+    new_run, day = "start a new run: another output_dir, or resume=never", before.get("date")
+    differs = {name: before.get(name) != now.get(name) for name in ("row_rule", "digest", "left_out", "date")}
+    if differs["row_rule"] or (differs["left_out"] and not differs["digest"]):
+        problem = (
+            f"the run in {run} was packed by another version, which counted rows of samples, or held samples "
+            "out, otherwise"
         )
+        fix = f"continue it with that version, or {new_run}"
+    elif differs["date"]:
+        problem = (
+            f"the chat template writes the date, which is {now.get('date')} now and was {day or 'another'} "
+            f"when the run in {run} began, so its data would be other data"
+        )
+        fix = f"set data.date={day or 'YYYY-MM-DD'}, the day on which the run began"
+    else:
+        problem = (
+            f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+            f"{now.get('num_samples')} of its data now"
+        )
+        fix = f"restore the data files, or {new_run}"
+    return UserError("IDLM-0235", problem, fix=fix)
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:

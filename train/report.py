@@ -14,11 +14,18 @@ from typing import Any
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
+from idlm.log import num_processes
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.model_card import drafts_table, run_facts, table
 from idlm.train.checkpoint.resume import REPORT_FILE, RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
-from idlm.train.loop.metrics import EVALUATION, clean_weight_warning, describe, read_metrics, training_records
+from idlm.train.loop.progress import (
+    EVALUATION,
+    clean_weight_warning,
+    describe,
+    read_metrics,
+    training_records,
+)
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text
@@ -67,7 +74,6 @@ def report_run(
     prepared: Prepared,
     sampler: Sampler | None,
     *,
-    num_gpus: int,
     seconds: float,
     free: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -90,7 +96,7 @@ def report_run(
     exports = [path.relative_to(target) for path in exports if path.is_dir()]
     if exports:
         facts["stage checkpoints"] = ", ".join(map(str, exports))
-    estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus)
+    estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_processes())
     setting = [
         "## Data",
         "\n".join(f"- {line}" for line in data_report(config, prepared).lines()),

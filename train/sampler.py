@@ -16,7 +16,7 @@ from idlm.devices import free_cached_memory, is_out_of_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, make_encoder, open_source
-from idlm.train.data.held_out import held_out_flags
+from idlm.train.data.packing import held_out_flags
 from idlm.train.prepare import run_date, separate_data
 from idlm.train.report import HELD_OUT, TRAINED, Measurement, Sampler, SampleReport, SampleText
 

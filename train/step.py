@@ -51,15 +51,14 @@ class StepLosses:
     """What one optimizer step computes, summed over its micro-batches; tensors on the device.
 
     `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
-    overlap per draft position [num_masks] and `fed` [6] (`train.data.dataset.count_fed`) are of this rank.
+    `overlap` [2, num_masks] of `Terms` and `fed` [6] (`train.data.dataset.count_fed`) are of this rank.
     `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step."""
 
     stage: Stage
     is_logged: bool
     counts: Tensor
     sums: Tensor
-    overlap_sums: Tensor
-    overlap_counts: Tensor
+    overlap: Tensor
     fed: Tensor
     weights: Tensor | None = None
 
@@ -115,25 +114,24 @@ class TrainingStep:
             is_logged=is_logged,
             counts=counts,
             sums=torch.zeros(len(counts), device=device),
-            overlap_sums=torch.zeros(stage.stride - 1, device=device),
-            overlap_counts=torch.zeros(stage.stride - 1, device=device),
+            overlap=torch.zeros(2, stage.stride - 1, device=device),
             fed=torch.stack([batch["fed"] for batch in batches]).sum(dim=0),
         )
-        self._choose_weights(self.losses, batches, to_device)
+        if self.objective.needs_means(stage):
+            self._balance(self.losses, batches, to_device)
+        else:
+            weights = self.objective.weights(stage, None)
+            self.losses.weights = weights.to(device, non_blocking=True)
         return counts
 
-    def _choose_weights(
-        self, step: StepLosses, batches: list[Batch], to_device: Callable[[Batch], Batch]
-    ) -> None:
-        """Set the weights of the terms before the first forward pass, where that is possible.
+    def _balance(self, step: StepLosses, batches: list[Batch], to_device: Callable[[Batch], Batch]) -> None:
+        """Set the weights of a balanced stage before the first forward pass, where that is possible.
 
-        A balanced stage (s = L_mask / L_clean) needs the losses of the whole step before its gradients. With
-        one micro-batch `loss` takes them from its own forward pass, for one more product with the head. With
+        Balance (s = L_mask / L_clean) needs the losses of the whole step before its gradients. With one
+        micro-batch `loss` takes them from its own forward pass, for one more product with the head. With
         accumulation a pass without gradients over all micro-batches computes them here, about a third more
         compute for the step. With balance=previous the losses of the step before are used, at no cost."""
-        if not self.objective.needs_means(step.stage):
-            step.weights = self.objective.weights(step.stage, None).to(step.sums.device, non_blocking=True)
-        elif self.previous is not None and self.previous.means is not None:
+        if self.previous is not None and self.previous.means is not None:
             step.weights = self.objective.weights(step.stage, self.previous.means)
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
@@ -163,8 +161,7 @@ class TrainingStep:
         assert terms.loss is not None
         step.sums += terms.sums
         if terms.overlap is not None:
-            step.overlap_sums += terms.overlap.sums
-            step.overlap_counts += terms.overlap.counts
+            step.overlap += terms.overlap
         self.guard.note(terms.loss, batch)
         return terms.loss
 
@@ -389,15 +386,19 @@ class LossGuard:
             return
         num_bad = (~torch.isfinite(torch.stack(self._losses))).sum()
         work = dist.all_reduce(num_bad, async_op=True) if is_distributed() else None
-        if not num_bad.is_cuda:
-            if work is not None:
-                work.wait()
-            self._num_bad = num_bad
+        if num_bad.is_cuda:
+            self._num_bad = self._copied(num_bad, work)
             return
+        if work is not None:
+            work.wait()
+        self._num_bad = num_bad
+
+    def _copied(self, num_bad: Tensor, work: dist.Work | None) -> Tensor:
+        """Host memory that gets `num_bad` once `work` is done, on a stream of its own: on that of the step
+        the copy would arrive only after the backward pass."""
         if self._stream is None or self._pinned is None:
             self._stream, self._arrived = torch.cuda.Stream(), torch.cuda.Event()
             self._pinned = torch.zeros((), dtype=num_bad.dtype, pin_memory=True)
-        # On the step's own stream the copy would arrive only after the backward pass.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if work is not None:
@@ -406,7 +407,7 @@ class LossGuard:
             num_bad.record_stream(self._stream)
             assert self._arrived is not None
             self._arrived.record()
-        self._num_bad = self._pinned
+        return self._pinned
 
     def check(self) -> None:
         """Raise UserError IDLM-0503 when a loss of this step is not finite on any rank."""

@@ -24,8 +24,7 @@ from benchmarks.stream import ms_in_turns
 from idlm.kernels.split_attention import split_attention_ranges
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
-from idlm.train.model.attention import flash_problem, row_ranges
-from idlm.train.model.flex_mask import flex_block_mask
+from idlm.train.model.attention import flash_problem, flex_block_mask, row_ranges
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 SHORTEST, LONGEST = 300, 2000

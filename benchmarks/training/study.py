@@ -43,7 +43,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.tasks import TASKS, Task
 from idlm.train.config.schema import TrainConfig
-from idlm.train.loop.metrics import read_metrics
+from idlm.train.loop.progress import read_metrics
 
 LEVEL, MAX_LENGTH, MAX_TOKENS, SEED = "p4", 544, 440, 1
 BASE_RATE, ARM_RATE, LORA_RATE = 2e-3, 7e-4, 3e-3

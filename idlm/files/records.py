@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -266,3 +266,11 @@ def _sampled_hash(path: Path, size: int) -> str:
             file.seek(max(0, (size - SAMPLED_BYTES) * index // (NUM_SAMPLED - 1)))
             digest.update(file.read(SAMPLED_BYTES))
     return digest.hexdigest()
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the nulls of its structures, at every depth: a null there stands for
+    a key that the row lacks. Items of lists are values of their own and stay."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

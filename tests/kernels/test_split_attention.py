@@ -16,8 +16,7 @@ from idlm.kernels.split_attention import split_attention_ranges
 from idlm.kernels.split_attention.op import visible
 from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
-from idlm.train.model.attention import choose_attention
-from idlm.train.model.flex_mask import flex_block_mask, flex_predicate
+from idlm.train.model.attention import choose_attention, flex_block_mask, flex_predicate
 from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta, row_meta_of_one
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,7 @@ from idlm.kernels.split_attention.op import visible
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Sample, SampleRows, pack_rows
-from idlm.train.model.attention import document_masks, row_ranges
-from idlm.train.model.flex_mask import flex_predicate
+from idlm.train.model.attention import document_masks, flex_predicate, row_ranges
 from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.full import FullDiffusion
@@ -150,7 +149,10 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
         if any(pattern):
             probs = plain_logits(model, np.where(hidden, MASK, tokens).tolist()).log_softmax(dim=-1)
             log_p[pattern] = probs[torch.arange(8), torch.from_numpy(tokens)][4:].tolist()
-        rows = [objective_of().noisy_rows(tokens, sample.supervised, hidden, int(rate)) for rate in rates]
+        rows = [
+            objective_of().noisy_rows(tokens, sample.supervised, hidden, int(rate), block_size=len(tokens))
+            for rate in rates
+        ]
         for row, rate, quad in zip(rows, rates.tolist(), quadrature.tolist(), strict=True):
             p, num = rate / CERTAIN, sum(pattern)
             terms = terms_of(model, collated([SampleRows(noisy=row, clean=NO_ROWS)]), coefficients=None)
@@ -218,7 +220,9 @@ def test_properties_of_the_rows(region: str) -> None:
 
 def test_a_micro_batch_may_draw_no_mask() -> None:
     sample, model = random_sample(1, prompt=4, response=4), tiny_model("qwen3")
-    noisy = objective_of().noisy_rows(sample.token_ids, sample.supervised, np.zeros(8, dtype=bool), CERTAIN)
+    noisy = objective_of().noisy_rows(
+        sample.token_ids, sample.supervised, np.zeros(8, dtype=bool), CERTAIN, block_size=8
+    )
     terms = terms_of(model, collated([SampleRows(noisy=noisy, clean=NO_ROWS)]))
     assert terms.loss is not None
     terms.loss.backward()

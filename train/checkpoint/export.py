@@ -25,8 +25,7 @@ from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.text.tokenizer import stop_token_ids
-from idlm.train.checkpoint.all_versions import model_config, write_tokenizer_files
-from idlm.train.checkpoint.base_files import BaseFiles
+from idlm.train.checkpoint.base_files import BaseFiles, model_config, write_tokenizer_files
 from idlm.train.checkpoint.model_card import model_card
 from idlm.train.checkpoint.resume import STAGE_FOLDER
 from idlm.train.distributed.collectives import from_rank_zero
@@ -51,32 +50,29 @@ PROBES = (
 
 
 def stage_directory(output_dir: str, stage: Stage) -> Path:
-    """Where the checkpoint of a stage before the last is published."""
     return Path(output_dir) / STAGE_FOLDER / f"{stage.index + 1}-stride-{stage.stride}"
 
 
 def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> None:
     """Publish the weights as they are now, for decoding with `stride`. Collective: rank 0 writes."""
-    adapter = prepared.adapter
-    weights = whole_weights(prepared.model, wanted=is_trained if config.is_gated else lambda name: True)
+    adapter, model, tokenizer = prepared.adapter, prepared.model, prepared.tokenizer
+    weights = whole_weights(model, wanted=is_trained if config.is_gated else lambda name: True)
     semantics = dataclasses.replace(
         prepared.objective.semantics(stride),
         gated=config.is_gated,
         base_identity=prepared.base_identity if config.is_gated else None,
-        stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
+        stop_token_ids=stop_token_ids(tokenizer, model.generation_config.to_dict()),
     )
-    dtype = getattr(torch, export_dtype(config))
-    model, tokenizer, base = prepared.model, prepared.tokenizer, prepared.base
     if adapter is not None and not config.is_gated and weights is not None:
         weights = merged(weights, scaling=adapter.scaling, mask_token_id=prepared.mask_token_id)
 
     def write() -> None:
         card = model_card(config, prepared, stride=stride, target=target)
+        files: Any = {"dtype": getattr(torch, export_dtype(config)), "base": prepared.base, "card": card}
         if adapter is None or not config.is_gated:
-            export(model, tokenizer, semantics, target, dtype=dtype, weights=weights, base=base, card=card)
+            export(model, tokenizer, semantics, target, weights=weights, **files)
         else:
-            whole = weights or {}
-            export_adapter(whole, tokenizer, semantics, adapter, target, dtype=dtype, base=base, card=card)
+            export_adapter(weights or {}, tokenizer, semantics, adapter, target, **files)
 
     from_rank_zero(write)
 

@@ -14,7 +14,7 @@ from idlm.checkpoint import LICENSE
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.data.checks import DataReport
 from idlm.train.distributed.deepspeed import num_parameters, num_trained_parameters
-from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
+from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
 from idlm.train.prepare import Prepared, data_report
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 
 
 def model_card(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> str:
-    """The card of a checkpoint in `target` that decodes with `stride`."""
     output, folder = Path(config.output_dir).resolve().name, target.resolve().name
     records = read_metrics(Path(config.output_dir) / RUN_FOLDER / "metrics.jsonl")
     parts = [
@@ -222,7 +221,6 @@ def drafts_table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapp
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(
         [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]

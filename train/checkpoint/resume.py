@@ -1,31 +1,34 @@
 """Chooses the checkpoint that a run continues from, and refuses one that does not fit.
 
-A run continues only from its own directory and with the same configuration. Every file of the checkpoint must
-be as it was published, and no other file may lie next to them. Only then the training state is read: torch
-files with weights_only, DeepSpeed's files by DeepSpeed, which unpickles."""
+A run continues only from its own directory, with the same configuration, inputs and rows per step. Every file
+of the checkpoint must be as it was published, and no other file may lie next to them. Only then the training
+state is read: torch files with weights_only, DeepSpeed's files by DeepSpeed, which unpickles.
+
+Data, base and folder may have been moved. Data is compared by sizes and sampled blocks, as its cache is; its
+tokens are compared once they are made. Of a base the files count that training reads. A name of the hub has
+no content here and is compared as text."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.config.compose import yaml_text
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
+from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
 from idlm.publish import clear_stale
-from idlm.train.checkpoint.same_run import (
-    CONFIG_FILE,
-    RunShape,
-    require_same_config,
-    require_same_shape,
-    store_inputs,
-)
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,19 @@ RUN_FOLDER = "run"
 STAGE_FOLDER = "stages"
 FINISHED_FILE = "finished.json"
 REPORT_FILE = "report.md"
+CONFIG_FILE = "config.yaml"
+SHAPE_FILE = "shape.json"
+FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
+# `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
+FREE_LOOP_KEYS = (
+    *("log_every", "save_every", "save_total_limit", "save", "max_minutes", "threads", "workers", "device"),
+    *("hang_seconds", "cache_dir", "date", "num_prompts", "stop_if"),
+    *("batch_size", "accumulation", "global_batch"),
+)
+INPUTS_FILE = "inputs.json"
+OF_A_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
+"""Endings of the files in a model's folder that training reads."""
+Config = dict[str, Any]
 
 
 def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
@@ -53,7 +69,7 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
         found = named_checkpoint(config)
         verify(found, sealed=True)
     if found is not None:
-        require_same_config(config_text(config), run, defaults=_defaults())
+        require_same_config(config, run)
         require_same_shape(shape, found)
     else:
         _move_aside(run)
@@ -78,7 +94,8 @@ def store_config(config: TrainConfig) -> None:
     try:
         (run / FINISHED_FILE).unlink(missing_ok=True)
         replace_text(run / CONFIG_FILE, config_text(config))
-        store_inputs(run, asdict(config))
+        contents = {key: _content(path, kind) for key, path, kind in _paths(asdict(config))}
+        replace_text(run / INPUTS_FILE, json.dumps(contents))
     except OSError as error:
         raise UserError(
             "IDLM-0515",
@@ -88,7 +105,6 @@ def store_config(config: TrainConfig) -> None:
 
 
 def store_finished(config: TrainConfig, *, num_steps: int) -> None:
-    """Store that the run has published its checkpoint and written its report."""
     replace_text(_finished_file(config), json.dumps({"num_steps": num_steps, **_published(config)}))
 
 
@@ -100,7 +116,7 @@ def finished_text(config: TrainConfig) -> str | None:
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
         return None
-    require_same_config(config_text(config), stored.parent, defaults=_defaults())
+    require_same_config(config, stored.parent)
     target = Path(config.output_dir)
     report = target / REPORT_FILE if config.report.enabled else None
     try:
@@ -134,16 +150,10 @@ def _published(config: TrainConfig) -> dict[str, Any]:
 
 
 def config_text(config: TrainConfig) -> str:
-    """Return the whole configuration as YAML, which `idlm-train config=FILE` reads."""
     return yaml_text(asdict(config))
 
 
-def _defaults() -> dict[str, Any]:
-    return asdict(TrainConfig(adapter=AdapterConfig()))
-
-
 def config_hash(config: TrainConfig) -> str:
-    """Return a hash of the configuration, which all ranks must share."""
     return hashlib.sha256(config_text(config).encode()).hexdigest()[:16]
 
 
@@ -179,3 +189,157 @@ def _free_name(path: Path) -> Path:
     while (free := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """How a run divides one optimizer step among its processes; `zero_stage` is None without DeepSpeed."""
+
+    world_size: int
+    batch_size: int
+    accumulation: int
+    zero_stage: int | None
+
+    @property
+    def global_batch(self) -> int:
+        return self.world_size * self.batch_size * self.accumulation
+
+    def __str__(self) -> str:
+        return (
+            f"{self.world_size} processes x {self.batch_size} rows x {self.accumulation} micro-batches = "
+            f"{self.global_batch} rows per step"
+        )
+
+
+def require_same_config(config: TrainConfig, run: Path) -> None:
+    """Raise UserError IDLM-0507 where `config` trains another model than the run in the folder `run` was
+    started with. Paths may differ where they hold the same."""
+    path = run / CONFIG_FILE
+    if not path.is_file():
+        return
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        raise UserError(
+            "IDLM-0303",
+            f"{path} cannot be read as YAML: {type(error).__name__}: {error}",
+            fix="restore the file, or delete it to resume without comparing the configuration",
+        ) from error
+    stored = stored if isinstance(stored, dict) else {}
+    # An earlier version did what is the default of an option that it did not know.
+    defaults = asdict(TrainConfig(adapter=AdapterConfig()))
+    for key, value in stored.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            stored[key] = defaults[key] | value
+    given = yaml.safe_load(config_text(config))
+    moved, changed = with_paths_of(stored, given, run)
+    before, now = _comparable(moved), _comparable(given)
+    differing = [
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys(), key=str)
+        if before.get(key) != now.get(key)
+    ]
+    if differing:
+        content = f"; what {' and '.join(changed)} holds differs" if changed else ""
+        raise UserError(
+            "IDLM-0507",
+            f"{run} holds a run with another configuration: {'; '.join(differing)}{content}",
+            fix="give the same values and content to continue it, another output_dir, or resume=never to set "
+            "it aside",
+        )
+
+
+def require_same_shape(now: RunShape, checkpoint: Path) -> None:
+    """Raise UserError IDLM-0512 for another number of rows per step."""
+    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
+    if now.global_batch != before.global_batch:
+        per_pass = now.world_size * now.batch_size
+        accumulation, rest = divmod(before.global_batch, per_pass)
+        fix = f"set train.accumulation={accumulation} to keep {before.global_batch} rows per step"
+        if rest:
+            fix = (
+                f"choose processes x train.batch_size that divide {before.global_batch}: {per_pass} does "
+                f"not; the run was started with {before.world_size} x {before.batch_size}"
+            )
+        raise UserError(
+            "IDLM-0512",
+            f"{checkpoint} was trained with {before}, now it would be {now}: data order, curriculum and "
+            f"learning rate would shift",
+            fix=fix,
+        )
+
+
+def needs_resharding(now: RunShape, checkpoint: Path) -> bool:
+    """Return whether `checkpoint` holds ZeRO parts of another number of processes."""
+    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
+    return bool(before.zero_stage) and before.world_size != now.world_size
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key in config.keys() - set(FREE_KEYS):
+        value = config[key]
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items() if name not in FREE_LOOP_KEYS}
+        else:
+            flat[key] = value
+    return flat
+
+
+def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[str]]:
+    """Return `stored` with the paths of `now` that hold the same, and keys of paths that do not."""
+    held = read_json(run / INPUTS_FILE) if (run / INPUTS_FILE).is_file() else {}
+    moved, changed = copy.deepcopy(stored), []
+    for key, path, kind in _paths(now):
+        node, name = _parent(moved, key)
+        before = node.get(name)
+        if before is None or before == path:
+            continue
+        known = held.get(key)
+        # An earlier version stored a home as it was written.
+        if os.path.expanduser(str(before)) == path or (known is not None and known == _content(path, kind)):
+            node[name] = path
+        elif known is not None:
+            changed.append(key)
+    return moved, changed
+
+
+def _parent(config: Config, key: str) -> tuple[Config, str]:
+    """Return the section of a dotted key, {} where there is none, and the key's name there."""
+    *sections, name = key.split(".")
+    node: Any = config
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        for section in sections:
+            node = node[int(section) if isinstance(node, list) else section]
+        return (node, name) if isinstance(node, dict) else ({}, name)
+    return {}, name
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield the dotted key, the path and the kind of content of every path that a run reads."""
+    data, model = config["data"], config["model"]
+    found = [
+        ("model.path", model["path"], "model"),
+        ("model.tokenizer", model["tokenizer"], "model"),
+        ("train.deepspeed", config["train"]["deepspeed"], "file"),
+        ("data.path", data["path"], data["source"]),
+        ("eval.path", config["eval"]["path"], data["source"]),
+    ]
+    for index, one in enumerate(data["sources"]):
+        found.append((f"data.sources.{index}.path", one["path"], one["source"] or data["source"]))
+    return ((key, path, kind) for key, path, kind in found if path is not None)
+
+
+def _content(path: str, kind: str) -> str | None:
+    """Return a digest of what `path` holds; None where nothing is there."""
+    node = Path(path)
+    try:
+        if kind in SUFFIXES:
+            files = list(find_files(path, SUFFIXES[kind]))
+        elif kind == "model":
+            files = sorted(file for file in node.iterdir() if file.suffix in OF_A_MODEL)
+        else:
+            files = files_below(node) if node.is_dir() else [node]
+        return content_digest(files)
+    except (UserError, OSError):
+        return None

@@ -52,7 +52,6 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_path(output_dir: str) -> Path:
-    """The lock file of the runs in `output_dir`."""
     target = Path(output_dir).resolve()
     return target.with_name(f".{target.name}.lock")
 
@@ -79,7 +78,6 @@ def _lock(path: Path, output_dir: str) -> None:
 
 
 def _owner(path: Path) -> str:
-    """The owner of the lock, as its file names it."""
     with contextlib.suppress(OSError):
         owner = path.read_text(encoding="utf-8", errors="replace").strip()
         if owner:

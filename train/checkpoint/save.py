@@ -4,41 +4,155 @@ Weights that are not finite are never saved. `writer.py` decides whether trainin
 Under DeepSpeed every rank writes its shard of the optimizer into the same staging directory; the manifest
 covers all of them. DeepSpeed restores its state by unpickling: that happens only for a checkpoint of the
 run's own directory, after `idlm.checkpoint.verify` found every file as it was published and no further file
-next to them. Nothing else here unpickles."""
+next to them. `reshard` makes a checkpoint of ZeRO for another number of processes: DeepSpeed's
+`ds_to_universal` writes its state parameter by parameter, which any number can load. It unpickles too; what
+it writes is published and verified like a checkpoint. The state of random generators, one per process, is
+left out: it decides dropout alone. Nothing else here unpickles."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from idlm.checkpoint import MANIFEST, verify
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
+from idlm.log import note_progress, rank
 from idlm.publish import publish
-from idlm.train.checkpoint.reshard import RESHARDED_FOLDER, SeparateStepCounts, remove_resharded
-from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
+from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape
 from idlm.train.checkpoint.writer import CheckpointWriter
-from idlm.train.distributed.collectives import from_rank_zero, highest
+from idlm.train.distributed.collectives import from_rank_zero, highest, while_others_wait
 from idlm.train.distributed.deepspeed import local_part
 from idlm.train.loop.watchdog import Watchdog
 from idlm.train.model.gated_lora import gate_of, save_trained, trained_tensors
 
-# Scripts of DeepSpeed that nothing here reads.
+log = logging.getLogger(__name__)
+RESHARDED_FOLDER = "resharded"
+SECONDS_BETWEEN_LOOKS = 5.0
 LEFT_OUT = ("zero_to_fp32.py", "zero_to_torch.py")
+"""Scripts of DeepSpeed that nothing here reads."""
+
+
+def reshard(checkpoint: Path) -> Path:
+    """Return a checkpoint that holds the state of `checkpoint`, which is intact, for any number of processes;
+    rank 0 makes it where it is missing or damaged. Collective.
+
+    UserError IDLM-0513 where DeepSpeed cannot convert it; those of `idlm.publish.publish`."""
+    target = checkpoint.parent / RESHARDED_FOLDER / checkpoint.name
+    while_others_wait((lambda: _make(checkpoint, target)) if rank() == 0 else None)
+    return target
+
+
+class SeparateStepCounts(TrainerCallback):
+    """Corrects what DeepSpeed 0.19 leaves wrong under ZeRO-3 when it has loaded a resharded checkpoint.
+
+    All groups of weights share one tensor as AdamW's count of steps, which then grows once for every group.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        # accelerate wraps DeepSpeed's optimizer, which wraps torch's.
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        for values in optimizer.state.values():
+            values["step"] = copy.deepcopy(values["step"])
+
+
+def remove_resharded(run: Path) -> None:
+    """Remove what a run has left behind once it has a checkpoint of its own."""
+    shutil.rmtree(run / RESHARDED_FOLDER, ignore_errors=True)
+
+
+def _make(checkpoint: Path, target: Path) -> None:
+    if target.is_dir():
+        try:
+            verify(target, sealed=True)
+            return
+        except UserError as error:
+            log.warning("%s is damaged and is made again: %s", target, error.message)
+            shutil.rmtree(target)
+    log.info("resharding %s for another number of processes", checkpoint)
+    with publish(target) as staging, translate_disk_errors(target, written=staging), _noting_growth(staging):
+        _convert(checkpoint, staging)
+
+
+def _convert(checkpoint: Path, staging: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    (parts,) = (
+        path for path in checkpoint.iterdir() if path.is_dir() and path.name.startswith("global_step")
+    )
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.name not in (MANIFEST, "latest") and not file.name.startswith("rng_state"):
+            shutil.copy2(file, staging / file.name)
+    arguments = SimpleNamespace(
+        input_folder=str(parts),
+        output_folder=str(staging / f"{parts.name}_universal"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
+            ds_to_universal.main(arguments)
+    # DeepSpeed reports what it cannot convert by a dozen types of exceptions.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # A full disk, say.
+            raise
+        raise UserError(
+            "IDLM-0513",
+            f"DeepSpeed cannot reshard {checkpoint} for another number of processes: {type(error).__name__}: "
+            f"{error}",
+            fix="continue on as many processes as saved it, or start a new run from the weights of the last "
+            "finished stage (model.path)",
+        ) from error
+
+
+@contextlib.contextmanager
+def _noting_growth(folder: Path) -> Iterator[None]:
+    """Inside, growth of `folder` counts as progress: for a large model the conversion takes minutes."""
+    done = threading.Event()
+
+    def look() -> None:
+        before = -1
+        while not done.wait(SECONDS_BETWEEN_LOOKS):
+            sizes = []
+            for path in folder.rglob("*"):
+                with contextlib.suppress(OSError):
+                    sizes.append(path.stat().st_size)
+            if sum(sizes) != before:
+                note_progress()
+            before = sum(sizes)
+
+    thread = threading.Thread(target=look, name="conversion", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(SECONDS_BETWEEN_LOOKS)
 
 
 class SavingTrainer(Trainer):
@@ -52,7 +166,7 @@ class SavingTrainer(Trainer):
     _staging: str | None = None
 
     def resume(self, checkpoint: Path) -> None:
-        """Train on from `checkpoint`, which `idlm.train.checkpoint.reshard` may have made for DeepSpeed."""
+        """Train on from `checkpoint`, which `idlm.train.checkpoint.save` may have made for DeepSpeed."""
         if checkpoint.parent.name == RESHARDED_FOLDER:
             plugin = self.accelerator.state.deepspeed_plugin
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
@@ -120,7 +234,6 @@ class SavingTrainer(Trainer):
         return self._staging if self._staging is not None else super()._get_output_dir(trial)
 
     def at(self, phase: str) -> None:
-        """Tell the watchdog, if there is one, what this rank does now."""
         if self.watchdog is not None:
             self.watchdog.move(phase, self.state.global_step)
 

@@ -49,8 +49,6 @@ class SaveTime(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Host memory for a copy."""
-
     num_bytes: int
     is_pinned: bool
 
@@ -81,7 +79,6 @@ class CheckpointWriter:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the thread of this rank is at work."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
@@ -208,7 +205,8 @@ class CheckpointWriter:
         copies: dict[tuple[str, int], Tensor] = {}
         for index, (key, source) in enumerate(storages.items()):
             copies[key] = self._buffers[name, index].copy_(source)
-        return _replaced(state, copies)
+        # Everything else of `state` is copied too, also what dicts of modules have as attributes.
+        return copy.deepcopy(state, {id(tensor): _copy_of(tensor, copies) for tensor in _tensors(state)})
 
     def _allocate(self, name: str, buffers: list[Buffer]) -> tuple[int, int] | None:
         """Allocate what is missing of the part `name`. If it does not fit: (needed, available) bytes."""
@@ -264,7 +262,6 @@ def _index(tensor: Tensor) -> tuple[str, int]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of `tensor`, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -274,25 +271,12 @@ def _allocated(buffer: Buffer) -> int:
     return 1 << (num_bytes - 1).bit_length() if buffer.is_pinned and num_bytes else num_bytes
 
 
-def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
-    """`state` with its tensors in `copies` of their storages, by position."""
-    if isinstance(state, Tensor):
-        buffer = copies[_index(state)].untyped_storage()
-        made = torch.empty(0, dtype=state.dtype).set_(
-            buffer, state.storage_offset(), state.shape, state.stride()
-        )
-        if isinstance(state, nn.Parameter):
-            return nn.Parameter(made, requires_grad=state.requires_grad)
-        return made.requires_grad_(state.requires_grad)
-    if isinstance(state, dict):
-        kept = copy.copy(state)
-        # A state dict of a module carries its version as an attribute.
-        if hasattr(state, "__dict__"):
-            vars(kept).update(vars(state))
-        for key, value in state.items():
-            kept[key] = _replaced(value, copies)
-        return kept
-    if isinstance(state, list | tuple):
-        values = [_replaced(value, copies) for value in state]
-        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
-    return state
+def _copy_of(tensor: Tensor, copies: dict[tuple[str, int], Tensor]) -> Tensor:
+    """`tensor` in the copy of its storage."""
+    buffer = copies[_index(tensor)].untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype).set_(
+        buffer, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -121,7 +121,6 @@ class HeldOutConfig(DataConfig):
 
 
 def held_out_config(data: DataConfig, path: str | None, split: str | None) -> HeldOutConfig:
-    """Return the configuration of held-out data from `eval.path` and `eval.split`."""
     same = path is None or path == data.path
     return HeldOutConfig(
         **vars(data)

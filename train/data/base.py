@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from idlm.registry import Registry
 from idlm.text.thoughts import without_thinking as without_thinking
 from idlm.train.config.data import DataConfig
+from idlm.train.data.cache import MixedSource
 from idlm.train.data.encoder import Encoder as Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.mixture import MixedSource
 
 CACHE_FOLDER = "data_cache"
 CORRECT = "correct"

@@ -224,7 +224,6 @@ def _encode_batch(tasks: Sequence[Encoded]) -> list[Encoded]:
 
 
 def encode(encoder: Encoder, task: Encoded) -> Encoded:
-    """Return the packed samples of one record, or its UserError, which names the record."""
     if task.error is not None:
         return task
     origin = task.origin

@@ -8,17 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from idlm.errors import UserError, some_of
+from idlm.files.records import SUFFIXES, find_files
 from idlm.text.templates import all_template_text, thinking_switch
-from idlm.train.config.data import DataConfig
+from idlm.train.config.data import DataConfig, held_out_config
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.cache import CountedSource
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.file_rows import FileRows
 from idlm.train.data.layout import Sample
-from idlm.train.data.mixture import CountedSource
+from idlm.train.data.packing import FileRows
+from idlm.train.model.checks import num_positions
 
 NUM_COUNTED = 64
 """Samples that are counted where no cache counted them."""
@@ -51,7 +55,6 @@ class DataReport:
 
     @property
     def num_open(self) -> int:
-        """Samples that do not end in a token that stops the model."""
         return sum(num for num, _ in self.open_ends.values())
 
     @property
@@ -101,7 +104,6 @@ class DataReport:
 
 
 def files_text(header: dict[str, Any]) -> list[str]:
-    """Lines about which files a source reads and which it leaves out, by what its cache knows."""
     lines = [f"reads {_named(header['files'])}"] if header.get("files") else []
     if header.get("left_out"):
         lines.append(f"leaves out {_named(header['left_out'])} (hidden, temporary or of another kind)")
@@ -202,3 +204,50 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
             f"{report.lost_share:.1%} of the supervised tokens are lost, because their samples are too long: "
             "set train.overlong=split, or raise train.max_length"
         )
+
+
+def run_warnings(config: TrainConfig, model_config: Any, lengths: np.ndarray) -> list[str]:
+    """Sentences about a run whose samples have `lengths` [samples] in tokens."""
+    found = [_beyond_positions(config, model_config, lengths), _trained_and_held_out(config)]
+    return [f"warning: {text}" for text in found if text]
+
+
+def _beyond_positions(config: TrainConfig, model_config: Any, lengths: np.ndarray) -> str | None:
+    """Samples that training feeds at positions for which the model was not made."""
+    limit, max_length = num_positions(model_config), config.train.max_length
+    if limit is None or max_length <= limit:
+        return None
+    fed = lengths[lengths <= max_length] if config.train.overlong == "drop" else lengths.clip(max=max_length)
+    beyond = int((fed > limit).sum())
+    samples = f"{beyond:,} of {len(lengths):,} samples are longer" if beyond else "no sample is longer now"
+    cut = " train.overlong=truncate" if beyond and config.train.overlong not in ("truncate", "drop") else ""
+    return (
+        f"train.max_length={max_length} exceeds the {limit:,} positions that the model is made for: "
+        f"{samples}; set train.max_length={limit}{cut}"
+    )
+
+
+def _trained_and_held_out(config: TrainConfig) -> str | None:
+    """Files of `eval.path` that are trained on too."""
+    if config.eval.path is None:
+        return None
+    held_out = held_out_config(config.data, config.eval.path, config.eval.split)
+    trained = {file for part in config.data.parts() for file in _files(part)}
+    both = sorted(str(file) for file in trained & _files(held_out))
+    if not both:
+        return None
+    return (
+        f"eval.path={config.eval.path} holds {len(both)} of the files that are trained on ({some_of(both)}): "
+        "what is measured on them says nothing of other data; move them out of data.path, or leave eval.path "
+        "out, so that eval.holdout holds out a share"
+    )
+
+
+def _files(data: DataConfig) -> set[Path]:
+    """The files of one source; none where it is no source of files or has none."""
+    if data.source not in SUFFIXES or not data.path:
+        return set()
+    try:
+        return {file.resolve() for file in find_files(data.path, SUFFIXES[data.source])}
+    except UserError:
+        return set()

@@ -19,10 +19,9 @@ from idlm.log import rank
 from idlm.masks import PADDING_DOC
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder, Source, open_source
-from idlm.train.data.file_rows import FileRows
+from idlm.train.data.cache import CountedSource
 from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, pack_rows
-from idlm.train.data.mixture import CountedSource
-from idlm.train.data.packing import LengthLimits, StreamRows
+from idlm.train.data.packing import FileRows, LengthLimits, StreamRows
 from idlm.train.distributed.collectives import gather_objects, while_others_wait
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import json
 import re
@@ -133,11 +132,12 @@ class Encoder:
         `messages` in OpenAI's form: `content` may be absent beside tool calls or reasoning, and arguments of
         calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
         `tools` and `template_kwargs`."""
+        template = self._template(tools, template_kwargs)
         rendered = [
             self._turn(message, origin, is_target=index not in untrained)
             for index, message in enumerate(messages)
         ]
-        silent = self._silent(rendered, untrained, tools, template_kwargs)
+        silent = self._silent(template, rendered, untrained)
         untrained |= silent
         ends = [
             index + 1
@@ -146,14 +146,10 @@ class Encoder:
         ]
         if not ends:
             raise _nothing_to_predict(origin, SILENT if silent else "no assistant turn")
-        draw = functools.partial(
-            self._conversation,
-            origin=origin,
-            tools=tools,
-            template_kwargs=template_kwargs,
-            untrained=untrained,
-        )
-        samples = [draw(rendered[:end]) for end in ends] if self.turns == "each" else [draw(rendered)]
+        samples = [
+            self._conversation(rendered[:end], origin=origin, template=template, untrained=untrained)
+            for end in (ends if self.turns == "each" else [len(rendered)])
+        ]
         notes = [SILENT] if silent else []
         if self.turns == "each" and ends[-1] < len(rendered):
             notes.append(TRAILING)
@@ -161,11 +157,7 @@ class Encoder:
         return samples
 
     def _silent(
-        self,
-        messages: Sequence[Message],
-        untrained: AbstractSet[int],
-        tools: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any] | None,
+        self, template: Template, messages: Sequence[Message], untrained: AbstractSet[int]
     ) -> frozenset[int]:
         """Return the targets of which the template writes nothing, with `left_out=accept`. Training on them
         would teach to end a turn at once."""
@@ -176,18 +168,20 @@ class Encoder:
         }
         if self.left_out == "error" or not calls - untrained:
             return frozenset()
-        template = self._template(tools, template_kwargs)
         last = messages[: max(calls - untrained) + 1]
-        known = self._vanishing.setdefault(repr(template_kwargs), {})
-        done = conversation(template, last, turns="last", untrained=untrained, known=known)
+        done = conversation(template, last, turns="last", untrained=untrained, known=self._known(template))
         lost = {piece.turn for piece in done.left_out if piece.field == "tool_calls"}
         return frozenset(calls & lost - untrained)
 
     def _template(
-        self, tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
+        self, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> Template:
         names = {"enable_thinking": self._enable_thinking, "template_kwargs": template_kwargs}
         return Template.of(self.tokenizer, tools, **names)
+
+    def _known(self, template: Template) -> dict[Any, frozenset[int]]:
+        """Return what `left_out` has found out about the template with the same variables."""
+        return self._vanishing.setdefault(repr(template.names), {})
 
     def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
         """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
@@ -247,17 +241,17 @@ class Encoder:
         messages: Sequence[Message],
         *,
         origin: str,
+        template: Template | None = None,
         turns: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
         untrained: AbstractSet[int] = frozenset(),
     ) -> Sample:
+        template = template or self._template()
         done = conversation(
-            self._template(tools, template_kwargs),
+            template,
             messages,
             turns="all" if (turns or self.turns) == "all" else "last",
             untrained=untrained,
-            known=self._vanishing.setdefault(repr(template_kwargs), {}),
+            known=self._known(template),
         )
         notes = set(done.notes)
         for piece in done.left_out:

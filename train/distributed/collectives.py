@@ -33,7 +33,6 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this."""
     if is_distributed():
         dist.barrier(group=control_group())
 

@@ -36,7 +36,6 @@ def uses_deepspeed(loop: LoopConfig) -> bool:
 
 
 def zero_stage(loop: LoopConfig) -> int | None:
-    """The ZeRO stage of the run; None without DeepSpeed."""
     if loop.deepspeed is not None:
         given = json.loads(Path(loop.deepspeed).read_text()).get("zero_optimization", {})
         return int(given.get("stage", 0))
@@ -54,7 +53,6 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Elements of the whole parameter, partitioned or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -69,7 +67,6 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def num_trained_parameters(model: nn.Module) -> int:
-    """Elements of the parameters of `model` that train."""
     return sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 

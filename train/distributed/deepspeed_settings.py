@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from idlm.errors import UserError, install_command
 from idlm.log import num_processes
@@ -116,22 +116,19 @@ def hold_gradients(settings: dict[str, Any], parameters: Iterable[Tensor]) -> No
         zero["reduce_bucket_size"] = max(BUCKET_ELEMENTS if given == "auto" else int(given), *sizes)
 
 
-def deepspeed_problems(config: TrainConfig) -> list[str]:
-    """Problems of the DeepSpeed settings, as sentences. Does not import DeepSpeed."""
-    loop, problems = config.train, []
-    if loop.offload_optimizer and loop.zero_stage not in (1, 2, 3):
-        problems.append("train.offload_optimizer=true needs train.zero_stage=1, 2 or 3")
+def deepspeed_problems(config: TrainConfig) -> Iterator[str]:
+    loop = config.train
     if loop.zero_stage is not None and loop.zero_stage not in STAGES:
-        problems.append(f"train.zero_stage={loop.zero_stage} is not one of null, 0, 1, 2, 3")
+        yield f"train.zero_stage={loop.zero_stage} is not one of null, 0, 1, 2, 3"
     if loop.zero_stage is not None and loop.deepspeed is not None:
-        problems.append("train.zero_stage and train.deepspeed exclude each other: the file names the stage")
+        yield "train.zero_stage and train.deepspeed exclude each other: the file names the stage"
     if loop.deepspeed is not None:
         path = Path(loop.deepspeed)
         given = read_settings(path)
         if isinstance(given, str):
-            return [*problems, given]
-        problems += [f"{path}: {problem}" for problem in settings_problems(given, config)]
-    return problems
+            yield given
+            return
+        yield from (f"{path}: {problem}" for problem in settings_problems(given, config))
 
 
 def prepare_environment(*, on_cpu: bool) -> None:
@@ -144,7 +141,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
         os.environ.update(LONE_RANK)
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(get_free_port())
     try:
         import deepspeed.ops
     except ImportError as error:
@@ -168,12 +165,6 @@ def open_communication() -> None:
     if dist.get_world_size() == 1 and dist.get_backend() == "nccl":
         # A barrier before any other operation makes NCCL guess the device, with a warning.
         dist.all_reduce(torch.zeros(1, device="cuda"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def read_settings(path: Path) -> dict[str, Any] | str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,10 @@ from transformers import TrainerCallback, TrainerState
 
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.train.config.schema import DECODED
+from idlm.train.config.schema import DECODED, EvalConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import all_reduce, from_rank_zero
-from idlm.train.loop.metrics import EVALUATION, read_metrics
-from idlm.train.loop.progress import Progress
+from idlm.train.loop.progress import EVALUATION, Progress, read_metrics
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
@@ -38,14 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutAnswers:
-    """Greedy answers to `num_prompts` held-out prompts. `publish` writes the weights as they are now into
-    `directory`, to be decoded at the stride of a stage. `stop_if`: see `EvalConfig`."""
+    """Greedy answers to held-out prompts. `publish` writes the weights as they are now into `directory`, to
+    be decoded at the stride of a stage."""
 
     publish: Callable[[Stage], None]
     directory: Path
     sampler: Sampler
-    num_prompts: int
-    stop_if: Mapping[str, float]
+    settings: EvalConfig
 
     def measure(self, stage: Stage) -> dict[str, float]:
         """Figures of every decoder that fits, as `isd_exact_match`; none if the engine failed. Collective."""
@@ -56,7 +54,7 @@ class HeldOutAnswers:
         # The engine needs what the last step has left unused.
         free_cached_memory()
         try:
-            measurements = self.sampler(self.directory, self.num_prompts).measurements
+            measurements = self.sampler(self.directory, self.settings.num_prompts).measurements
         finally:
             shutil.rmtree(self.directory)
         figures = {f"{one.decoder}_{name}": getattr(one, name) for one in measurements for name in DECODED}
@@ -66,12 +64,12 @@ class HeldOutAnswers:
         """Raise UserError IDLM-0553 on every rank when a figure of `record`, the last one in `metrics`, is
         further below its best value than `stop_if` allows. The decoder that is chosen by default counts.
         After the last step there is nothing to stop: a warning then, and the model is published."""
-        if self.stop_if:
+        if self.settings.stop_if:
             from_rank_zero(lambda: self._refuse_fall(record, metrics, is_last=is_last))
 
     def _refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
         known = [one for one in read_metrics(metrics) if one.get("stage") == record["stage"]]
-        for name, fall in self.stop_if.items():
+        for name, fall in self.settings.stop_if.items():
             key = next((key for key in record if key.endswith(f"_{name}")), "")
             best = max((one[key] for one in known if key in one), default=0.0)
             if not key or record[key] >= best - fall:
@@ -99,14 +97,13 @@ class HeldOut(TrainerCallback):
         dataset: PackedDataset,
         progress: Progress,
         trainer: IdlmTrainer,
-        *,
-        every: int,
-        num_items: int,
+        settings: EvalConfig,
         answers: HeldOutAnswers | None = None,
     ) -> None:
         rows = dataset.rows_per_epoch()
-        self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, every
-        self.num_items = num_items if rows is None else min(rows, num_items)
+        assert settings.every is not None, "without it nothing is evaluated"
+        self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, settings.every
+        self.num_items = settings.num_items if rows is None else min(rows, settings.num_items)
         self.answers = answers
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -147,7 +144,7 @@ class HeldOut(TrainerCallback):
                 counts = objective.counts(batch, stage=shown, want_overlap=True)
                 totals += torch.stack([terms.sums.double(), counts.to(device).double()])
                 if terms.overlap is not None:
-                    overlap += torch.stack([terms.overlap.sums, terms.overlap.counts]).double()
+                    overlap += terms.overlap.double()
         trainer.model.train(was_training)
         all_reduce(totals)
         all_reduce(overlap)

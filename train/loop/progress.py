@@ -1,34 +1,237 @@
-"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`."""
+"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
+
+Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
+teacher-forced expectation of the step shown. Weights & Biases gets the same metrics on request; a service
+that fails never ends the run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import math
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
+from idlm.errors import UserError
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.train.loop.metrics import (
-    MetricsWindow,
-    clean_weight_warning,
-    describe,
-    metrics_record,
-    read_metrics,
-)
-from idlm.train.planning.flops import ModelWork, span, work_of
+from idlm.train.config.schema import DECODED, WandbConfig
+from idlm.train.distributed.collectives import all_reduce, highest
+from idlm.train.planning.flops import TokenCounts, peak_flops, span, train_flops, work_of
+from idlm.train.step import StepLosses
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
-    from idlm.train.loop.metrics import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
 
 
 log = logging.getLogger(__name__)
+ID_FILE = "wandb-run-id.txt"
+NOT_CURVES = ("first_item", "last_item", "step")
+HIGH_CLEAN_WEIGHT = 100.0
+"""A balanced clean weight above this says that the clean loss is next to nothing."""
+EVALUATION = "held_out"
+"""Marks the records of `metrics.jsonl` that are evaluations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricsWindow:
+    """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
+    `counts` are over all ranks, `sums` and `fed` of this rank; `rate` is that of the step that runs or ran
+    last."""
+
+    step: int
+    start: float
+    counts: Tensor | None = None
+    sums: Tensor | None = None
+    fed: Tensor | None = None
+    rate: float = 0.0
+
+    def add(self, step: StepLosses) -> None:
+        for name in ("counts", "sums", "fed"):
+            known, new = getattr(self, name), getattr(step, name)
+            setattr(self, name, new.clone() if known is None else known + new)
+
+
+def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
+    """Records of `metrics.jsonl` in order; a line that is no record, as a crash may leave one, is skipped."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and (up_to_step is None or step <= up_to_step):
+            records.append(record)
+    return records
+
+
+def metrics_record(trainer: IdlmTrainer, window: MetricsWindow, *, gradient_norm: Any) -> dict[str, Any]:
+    """The line of the metrics for `window`, which ends with the trainer's last step. Collective."""
+    step, state = trainer.step.losses, trainer.state
+    assert step is not None and step.weights is not None
+    assert window.counts is not None and window.sums is not None and window.fed is not None
+    overlap = step.overlap.clone()
+    for tensor in (overlap, window.sums, window.fed):
+        all_reduce(tensor)
+    means = (window.sums / window.counts.clamp_min(1)).tolist()
+    acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
+    fed, num_processes = TokenCounts(*window.fed.tolist()), trainer.args.world_size
+    tokens, global_batch = int(fed.document_tokens), trainer.step.curriculum.global_batch
+    # Read last: everything above has waited for the device.
+    seconds = max(time.perf_counter() - window.start, 1e-9)
+    record = {
+        "step": state.global_step,
+        "stage": step.stage.index,
+        "stride": step.stage.stride,
+        **{f"{name}_loss": mean for name, mean in zip(trainer.step.objective.term_names, means, strict=True)},
+        "clean_weight": float(step.weights[-1]),
+        "acceptance": acceptance,
+        "learning_rate": window.rate,
+        "gradient_norm": None if gradient_norm is None else float(gradient_norm),
+        "first_item": window.step * global_batch,
+        "last_item": state.global_step * global_batch - 1,
+        "num_tokens": tokens,
+        "seconds": seconds,
+        "step_seconds": seconds / (state.global_step - window.step),
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_per_gpu": tokens / seconds / num_processes,
+    }
+    if (work := work_of(trainer.model)) is not None:
+        flops = train_flops(work, fed, trains_clean=step.stage.clean_weight != 0)
+        device = trainer.args.device
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
+        if peak is not None:
+            record["mfu"] = flops / seconds / num_processes / peak
+    if trainer.args.device.type == "cuda":
+        record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
+    return record
+
+
+def clean_weight_warning(record: dict[str, Any]) -> str | None:
+    """What is wrong with the clean weight of a record of training, which clean_weight=auto alone makes so
+    high; None if nothing is."""
+    weight, loss = record.get("clean_weight", 0.0), record.get("clean_loss", 0.0)
+    if not weight > HIGH_CLEAN_WEIGHT:
+        return None
+    return (
+        f"the balanced clean weight (clean_weight=auto: mask loss / clean loss) is {weight:.0f} at step "
+        f"{record['step']}: the clean loss is {loss:.2g} nats, and what is left of it gets as much gradient "
+        "as all that masks have to learn. Bound it with train.max_clean_weight=10, or give a number as "
+        "clean_weight"
+    )
+
+
+def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if EVALUATION not in record]
+
+
+def describe(record: dict[str, Any]) -> str:
+    parts = ["held out"] if EVALUATION in record else []
+    parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
+    parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]
+    if record["stride"] > 1 and "clean_weight" in record and "clean_loss" in record:
+        parts.append(f"clean weight {record['clean_weight']:.2f}")
+    if record["acceptance"]:
+        parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
+    parts += [f"{key} {value:.3f}" for key, value in record.items() if key.endswith(DECODED)]
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
+    """The tracker of a run, on rank 0; a resumed run goes on in the same run of the service, whose id lies in
+    `folder`, and sends nothing twice. UserError IDLM-0551 where wandb is missing or refuses to start."""
+    stored = folder / ID_FILE
+    run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
+    replace_text(stored, run_id + "\n")
+    sent = {_index(record) for record in read_metrics(folder / "metrics.jsonl")}
+    try:
+        import wandb
+
+        run = wandb.init(
+            project=config.project,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            mode=cast(Literal["offline", "online"], config.mode),
+            dir=str(folder),
+            config=values,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    # The exceptions for a missing key, a refused one and no network have no common base class.
+    except Exception as error:
+        problem = f": Weights & Biases does not start: {error}"
+        fix = "run `wandb login`, or use wandb.mode=offline and `wandb sync` later"
+        if isinstance(error, ImportError):
+            problem, fix = (
+                f", but wandb cannot be imported: {error}",
+                "pip install wandb, or wandb.mode=disabled",
+            )
+        raise UserError("IDLM-0551", f"wandb.mode={config.mode}{problem}", fix=fix) from error
+    return WandbTracker(run, sent)
+
+
+class WandbTracker:
+    """One run of Weights & Biases; sends nothing more after the first failure."""
+
+    def __init__(self, run: Any, sent: set[tuple[int, bool]]) -> None:
+        self._run: Any = run
+        self._sent = sent
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`. A
+        resumed run repeats steps, whose records are the same."""
+        if _index(record) not in self._sent:
+            self._send(lambda run: run.log(curves(record), step=record["step"]))
+
+    def close(self, *, failed: bool) -> None:
+        self._send(lambda run: run.finish(exit_code=int(failed)))
+        self._run = None
+
+    def _send(self, call: Callable[[Any], Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            call(self._run)
+        # Training goes on, whatever the service or its client raises.
+        except Exception as error:
+            what = "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)"
+            log.warning(what, error)
+            self._run = None
+
+
+def _index(record: dict[str, Any]) -> tuple[int, bool]:
+    return record["step"], EVALUATION in record
+
+
+def curves(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a metrics record under flat names."""
+    prefix = "held_out/" if EVALUATION in record else ""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if name in NOT_CURVES or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            flat[prefix + name] = value
+        elif isinstance(value, list):
+            flat |= {f"{prefix}{name}/{index}": one for index, one in enumerate(value, start=1)}
+    return flat
 
 
 class Progress(TrainerCallback):
@@ -43,14 +246,12 @@ class Progress(TrainerCallback):
         self._bar: FigureBar | None = None
         self._task: Any = None
         self._window = MetricsWindow(step=0, start=0.0)
-        self._work: ModelWork | None = None
         self._grad_norm: Any = None
         self._warned: set[int] = set()
 
     def attach(self, trainer: IdlmTrainer) -> None:
         """Report the steps of `trainer`, and the gradient norms that it clips by."""
         self.trainer = trainer
-        self._work = work_of(trainer.model)
         clip = trainer.accelerator.clip_grad_norm_
 
         def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
@@ -98,9 +299,7 @@ class Progress(TrainerCallback):
         step = self.trainer.step.losses
         self._window.add(step)
         if step.is_logged:
-            record = metrics_record(
-                self.trainer, self._window, work=self._work, gradient_norm=self._grad_norm
-            )
+            record = metrics_record(self.trainer, self._window, gradient_norm=self._grad_norm)
             self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
             if state.is_world_process_zero:
                 self._show(record, state)

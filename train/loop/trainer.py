@@ -84,8 +84,9 @@ class IdlmTrainer(SavingTrainer):
             data_collator=collate,
             callbacks=callbacks if previous is None else [previous, *callbacks],
         )
-        # DeepSpeed prints the memory of a GPU while an engine is made.
-        self.accelerator.prepare = printing_to_log(self.accelerator.prepare)
+        if self.is_deepspeed_enabled:
+            # DeepSpeed prints the memory of a GPU while an engine is made.
+            self.accelerator.prepare = printing_to_log(self.accelerator.prepare)
         # Our losses are already divided by the global count: the Trainer must not divide by the accumulation.
         self.model_accepts_loss_kwargs = True
         self.step = TrainingStep(

@@ -7,7 +7,8 @@ mask them. `idlm_split` is our Triton kernel (GPU, 16 bits). `idlm_flex` and `id
 dimensions to every layer unchanged, sliding-window layers included: `idlm.train.model.checks` refuses rows
 longer than such a window.
 
-B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim."""
+B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim,
+J key blocks of one packed row."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from torch.nn import functional
 from idlm.errors import UserError, install_command
 from idlm.kernels.split_attention import Visibility, split_attention_ranges, visibility
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask
-from idlm.train.model.flex_mask import flex_block_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
 
 ATTENTIONS = ("idlm_sdpa", "idlm_documents", "idlm_split", "idlm_flex", "idlm_flash")
 GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
@@ -52,7 +53,6 @@ class DocumentMasks:
 
 
 def register_attention() -> None:
-    """Register the functions with transformers by name; further calls change nothing."""
     from transformers import AttentionInterface
 
     flash = functools.partial(flex_attention, backend="FLASH")
@@ -231,18 +231,22 @@ def sdpa_attention(
     heads: Heads, mask: Tensor | None, *, dropout: float = 0.0, scaling: float | None = None, **_: Any
 ) -> Tensor:
     """Scaled dot-product attention under a bool mask, causal without one."""
-    query_BNTH, key_BKTH, value_BKTH = heads
-    output = functional.scaled_dot_product_attention(
-        query_BNTH,
-        key_BKTH,
-        value_BKTH,
+    return _dense(*heads, mask, dropout, scaling).transpose(1, 2)
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
         attn_mask=mask,
         dropout_p=dropout,
         scale=scaling,
         is_causal=mask is None,
-        enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
+        enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(1, 2)
 
 
 def document_attention(
@@ -257,22 +261,13 @@ def document_attention(
     """Scaled dot-product attention document by document; zero for padding rows."""
     if document_masks is None:
         raise _lost_arguments()
-    query_BNTH, key_BKTH = heads[:2]
-    rows_M = document_masks.rows
+    query_BNTH, rows_M = heads[0], document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
     parts = [tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes) for tensor in heads]
-    outputs = [
-        functional.scaled_dot_product_attention(
-            query_mNH.transpose(0, 1)[None],
-            key_mKH.transpose(0, 1)[None],
-            value_mKH.transpose(0, 1)[None],
-            attn_mask=mask,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
-        )[0].transpose(0, 1)
-        for mask, query_mNH, key_mKH, value_mKH in zip(document_masks.masks, *parts, strict=True)
-    ]
+    outputs = []
+    for mask, *document in zip(document_masks.masks, *parts, strict=True):
+        query, key, value = (part_mNH.transpose(0, 1)[None] for part_mNH in document)
+        outputs.append(_dense(query, key, value, mask, dropout, scaling)[0].transpose(0, 1))
     num_seqs, num_heads, num_rows, head_dim = query_BNTH.shape
     flat = query_BNTH.new_zeros(num_seqs * num_rows, num_heads, head_dim)
     return flat.index_copy(0, rows_M, torch.cat(outputs)).unflatten(0, (num_seqs, num_rows))
@@ -287,7 +282,6 @@ def split_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """The kernel of `idlm.kernels.split_attention`; zero for padding rows."""
     if row_ranges is None:
         raise _lost_arguments()
     assert dropout == 0.0, f"{dropout=}"
@@ -344,3 +338,53 @@ def _flex_kernel(device_type: str) -> Any:
 
     # Not for one shape each: gated batches have other numbers of noisy rows every time.
     return torch.compile(kernel) if device_type == "cuda" else kernel
+
+
+BLOCK_ROWS = 128
+
+
+def flex_predicate(see: Visibility) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The ranges as a `mask_mod(b, h, q_idx, kv_idx)`; padding rows see nothing."""
+    start_BT, end_BT = see.across_start_BT, see.across_end_BT
+    own_start_BT, own_until_BT = see.own_start_BT, see.own_until_BT
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        across = (kv_idx >= start_BT[b, q_idx]) & (kv_idx < end_BT[b, q_idx])
+        return across | ((kv_idx >= own_start_BT[b, q_idx]) & (kv_idx < own_until_BT[b, q_idx]))
+
+    return mask_mod
+
+
+def flex_block_mask(see: Visibility, *, block_rows: int = BLOCK_ROWS) -> BlockMask:
+    """The BlockMask of all heads; fully visible blocks run no predicate. `create_block_mask` would evaluate
+    all T x T pairs; this counts, per row and key block, how many keys of the block its two ranges cover."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_rows = see.own_start_BT.shape[1]
+    starts_J = torch.arange(0, num_rows, block_rows, device=see.own_start_BT.device)
+    covered_BTJ = _overlap(see.across_start_BT, see.across_end_BT, starts_J, block_rows)
+    covered_BTJ += _overlap(see.own_start_BT, see.own_until_BT, starts_J, block_rows)
+    padded = torch.nn.functional.pad(covered_BTJ, (0, 0, 0, -num_rows % block_rows))
+    tiles_BIRJ = padded.unflatten(1, (-1, block_rows))
+    seen_BIJ = (tiles_BIRJ > 0).any(dim=2)
+    full_BIJ = (tiles_BIRJ == block_rows).all(dim=2)
+    return BlockMask.from_kv_blocks(
+        *_table(seen_BIJ & ~full_BIJ),
+        *_table(full_BIJ),
+        BLOCK_SIZE=block_rows,
+        mask_mod=flex_predicate(see),
+        seq_lengths=(num_rows, num_rows),
+    )
+
+
+def _overlap(start_BT: Tensor, end_BT: Tensor, starts_J: Tensor, block_rows: int) -> Tensor:
+    """Int [B, T, J]: how many keys of each block lie in `[start, end)`."""
+    low = torch.maximum(start_BT[..., None], starts_J)
+    high = torch.minimum(end_BT[..., None], starts_J + block_rows)
+    return (high - low).clamp(min=0)
+
+
+def _table(wanted_BIJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [B, 1, I] and indices [B, 1, I, J], wanted blocks first and ascending."""
+    indices = wanted_BIJ.to(torch.int8).argsort(dim=2, descending=True, stable=True)
+    return wanted_BIJ.sum(dim=2, dtype=torch.int32)[:, None], indices[:, None].int()

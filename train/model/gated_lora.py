@@ -64,7 +64,6 @@ class AdaptedLinear(nn.Linear):
         return self.adapted(base, self.reduced(x, self.lora_A))
 
     def reduced(self, x: Tensor, a_rD: Tensor) -> Tensor:
-        """A x, [..., r]."""
         if torch.is_autocast_enabled(x.device.type):
             return functional.linear(x, a_rD)
         return functional.linear(x.to(a_rD.dtype), a_rD)
@@ -139,18 +138,18 @@ def add_adapter(
             model.set_submodule(name, AdaptedLinear(linear, gate, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
+        problem = ""
         if not is_gated and head is not None and head.weight is embedding.weight:
-            raise UserError(
-                "IDLM-0530",
-                "the base has no usable row for the mask token, and a trained one, merged into the input "
-                "embedding, would change the output head, which is tied to it",
-                fix="set model.mask_token_id to an unused token whose embedding is not zero",
+            problem = (
+                "a trained one, merged into the input embedding, would change the output head, which is tied "
+                "to it"
             )
-        if type(embedding) is not nn.Embedding:
+        elif type(embedding) is not nn.Embedding:
+            problem = f"its {type(embedding).__name__} cannot take a trained one"
+        if problem:
             raise UserError(
                 "IDLM-0530",
-                f"the base has no usable row for the mask token, and its {type(embedding).__name__} cannot "
-                "take a trained one",
+                f"the base has no usable row for the mask token, and {problem}",
                 fix="set model.mask_token_id to an unused token whose embedding is not zero",
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
@@ -182,7 +181,6 @@ def is_trained(name: str) -> bool:
 
 
 def num_base_parameters(module: nn.Module) -> int:
-    """Parameters without those of an adapter."""
     return sum(num_elements(value) for name, value in module.named_parameters() if not is_trained(name))
 
 

@@ -22,7 +22,7 @@ from idlm.errors import UserError, some_of
 from idlm.log import rank
 from idlm.text.tokenizer import check_vocabulary
 from idlm.train.config.schema import TrainConfig
-from idlm.train.distributed.deepspeed import zero_stage
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, zero_stage
 from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
 from idlm.train.model.checks import check_positions, check_window
 from idlm.train.model.stand_in import causal_class
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COMPILE_CHOICES = ("auto", "on", "off")
-WEIGHT_SHARDING_STAGE = 3
 READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys of Gemma 3 and Cohere 2 from which transformers derives `layer_types`."""
 
@@ -235,11 +234,11 @@ def random_model(
         raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
 
 
-def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bool:
-    """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3,
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Whether to compile the layers; model.compile=auto: on a GPU, except under ZeRO-3,
     which gathers and frees weights in hooks that compiled code would not see. UserError IDLM-0540 for "on"
     there."""
-    moves_weights = zero_stage == WEIGHT_SHARDING_STAGE
+    choice, moves_weights = config.model.compile, zero_stage(config.train) == SHARDS_WEIGHTS
     if choice == "on" and moves_weights:
         raise UserError(
             "IDLM-0540",
@@ -296,7 +295,7 @@ def check_fit(
             f"model.gradient_checkpointing=true: {type(model).__name__} cannot recompute its layers",
             fix="set model.gradient_checkpointing=false",
         )
-    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
+    if compiles(config, device):
         decoder_layers(model)
 
 

@@ -83,20 +83,14 @@ def _refuse_copies(
     directory: Path, by_file: Mapping[Path, Mapping[str, Stored]], found: Mapping[str, Stored]
 ) -> None:
     """Transformers takes the last copy of a tensor, whichever one the index names."""
-    copies = [
-        (path, name) for path, names in by_file.items() for name in names if _is_copy(found, name, path)
-    ]
-    if copies:
-        path, name = copies[0]
-        raise UserError(
-            "IDLM-0541",
-            f"{path} holds {name}, of which {INDEX_FILE} says that another file has it",
-            fix=f"download or copy the safetensors files of {directory} again",
-        )
-
-
-def _is_copy(found: Mapping[str, Stored], name: str, path: Path) -> bool:
-    return name not in found or found[name].path != path
+    for path, names in by_file.items():
+        for name in names:
+            if name not in found or found[name].path != path:
+                raise UserError(
+                    "IDLM-0541",
+                    f"{path} holds {name}, of which {INDEX_FILE} says that another file has it",
+                    fix=f"download or copy the safetensors files of {directory} again",
+                )
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
@@ -195,7 +189,6 @@ def _are_equal(name: str, one: Stored, other_name: str, other: Stored) -> bool:
 
 
 def _rows(name: str, stored: Stored, size: int = 4096) -> Iterator[torch.Tensor]:
-    """A matrix, some rows at a time."""
     with safe_open(str(stored.path), framework="pt") as file:
         values = file.get_slice(name)
         yield from (values[start : start + size] for start in range(0, stored.shape[0], size))
@@ -240,17 +233,19 @@ def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
     all that is missing (Llama-2-chat), or one without the values that are ignored. UserError IDLM-0541 where
     neither helps."""
     problem = _problem(config)
-    if problem is None:
-        return config
+    return config if problem is None else _mended(config, directory, problem)
+
+
+def _mended(config: GenerationConfig, directory: Path, problem: str) -> GenerationConfig:
+    fixed = copy.deepcopy(config)
     if config.do_sample is None:
-        sampled = copy.deepcopy(config)
-        sampled.do_sample = True
-        if _problem(sampled) is None:
+        fixed.do_sample = True
+        if _problem(fixed) is None:
             log.warning(
                 "%s says how to sample but not whether: the export says do_sample=true", GENERATION_CONFIG
             )
-            return sampled
-    fixed = copy.deepcopy(config)
+            return fixed
+        fixed.do_sample = None
     names = re.findall(r"^- `(\w+)`:", problem, flags=re.MULTILINE)
     for name in names:
         setattr(fixed, name, None)

@@ -71,24 +71,17 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """Teacher-forced expected acceptance by draft position; sums and counts are [num_masks] and detached."""
-
-    sums: Tensor
-    counts: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """The losses of a micro-batch.
 
     `sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
     `Objective.term_names`, detached. `loss`: the scalar coefficients @ sums to differentiate; None without
-    coefficients."""
+    coefficients. `overlap` [2, num_masks]: sums and counts of the teacher-forced expected acceptance by draft
+    position, detached."""
 
     sums: Tensor
     loss: Tensor | None = None
-    overlap: Overlap | None = None
+    overlap: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

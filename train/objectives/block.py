@@ -67,31 +67,6 @@ class BlockDiffusion(MaskedDiffusion):
             clean=_context_rows(sample, stage.stride),
         )
 
-    def noisy_rows(
-        self,
-        token_ids: np.ndarray,
-        is_target: np.ndarray,
-        is_masked: np.ndarray,
-        rates: np.ndarray,
-        *,
-        block_size: int,
-    ) -> Half:
-        """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
-        parts of `CERTAIN`). All arguments are [L]."""
-        assert self.mask_token_id is not None
-        positions = np.arange(len(token_ids), dtype=np.int64)
-        block = positions // block_size
-        kept = (np.bincount(block, weights=is_target) > 0)[block]
-        starts = block * block_size
-        return Half(
-            input_ids=np.where(is_masked, self.mask_token_id, token_ids)[kept],
-            positions=positions[kept],
-            block_starts=starts[kept],
-            labels=np.where(is_target, token_ids, IGNORE_LABEL)[kept],
-            reach=np.minimum(starts + block_size, len(token_ids))[kept] - 1,
-            mask_rates=np.where(is_masked, rates, 0)[kept],
-        )
-
 
 def _context_rows(sample: Sample, block_size: int) -> Half:
     """The clean half, block-causal and without labels: a row that sees its own token would only copy it."""

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Half, Sample, SampleRows
+from idlm.train.data.layout import CERTAIN, NO_ROWS, Sample, SampleRows
 from idlm.train.objectives.base import OBJECTIVES, Count
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.masked import LOWEST_RATE, MaskedDiffusion
@@ -54,20 +54,5 @@ class FullDiffusion(MaskedDiffusion):
         token_ids, is_target = self.targets(sample, num_more=num_more)
         rate = int(random.integers(LOWEST_RATE, CERTAIN, endpoint=True))
         is_masked = is_target & (random.integers(CERTAIN, size=len(token_ids)) < rate)
-        return SampleRows(noisy=self.noisy_rows(token_ids, is_target, is_masked, rate), clean=NO_ROWS)
-
-    def noisy_rows(
-        self, token_ids: np.ndarray, is_target: np.ndarray, is_masked: np.ndarray, rate: int
-    ) -> Half:
-        """Return all rows of a sample as one block; tokens of `is_masked` become masks, drawn at `rate` (in
-        parts of `CERTAIN`). All arrays are [L]."""
-        assert self.mask_token_id is not None
-        positions = np.arange(len(token_ids), dtype=np.int64)
-        return Half(
-            input_ids=np.where(is_masked, self.mask_token_id, token_ids),
-            positions=positions,
-            block_starts=np.zeros_like(positions),
-            labels=np.where(is_target, token_ids, IGNORE_LABEL),
-            reach=np.full_like(positions, len(token_ids) - 1),
-            mask_rates=np.where(is_masked, rate, 0),
-        )
+        noisy = self.noisy_rows(token_ids, is_target, is_masked, rate, block_size=len(token_ids))
+        return SampleRows(noisy=noisy, clean=NO_ROWS)

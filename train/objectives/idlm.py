@@ -28,7 +28,7 @@ from torch import Tensor
 
 from idlm.semantics import Semantics
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
-from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Overlap, TermRequest, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 
 PHASES = ("response", "random")
@@ -123,11 +123,8 @@ class IntrospectiveConsistency(Objective):
         return torch.stack([torch.ones_like(balance), balance]).detach()
 
 
-def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch, *, num_masks: int) -> Overlap:
-    """Sum the overlaps [M] of noisy rows by their position in the block of masks."""
+def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch, *, num_masks: int) -> Tensor:
+    """Sums and counts [2, num_masks] of the overlaps [M] of noisy rows by their position in the block."""
     position_M = (batch["position_ids"] - batch["block_starts"]).flatten()[noisy_M]
-    zeros = overlap_M.new_zeros(num_masks)
-    return Overlap(
-        sums=zeros.index_add(0, position_M, overlap_M),
-        counts=zeros.index_add(0, position_M, torch.ones_like(overlap_M)),
-    )
+    values = torch.stack([overlap_M, torch.ones_like(overlap_M)])
+    return overlap_M.new_zeros(2, num_masks).index_add(1, position_M, values)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idlm.train.data.layout import CERTAIN, Sample, target_flags
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Half, Sample, target_flags
 from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms, one_term
 from idlm.train.objectives.curriculum import Stage
 
@@ -44,6 +44,31 @@ class MaskedDiffusion(Objective):
         num_more = num_more + -(end + num_more) % multiple if last in self.stop_token_ids else 0
         token_ids = np.concatenate([sample.token_ids[:end], np.full(num_more, last, dtype=np.int64)])
         return token_ids, np.concatenate([is_target[:end], np.ones(num_more, dtype=bool)])
+
+    def noisy_rows(
+        self,
+        token_ids: np.ndarray,
+        is_target: np.ndarray,
+        is_masked: np.ndarray,
+        rates: np.ndarray | int,
+        *,
+        block_size: int,
+    ) -> Half:
+        """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
+        parts of `CERTAIN`). All arrays are [L]."""
+        assert self.mask_token_id is not None
+        positions = np.arange(len(token_ids), dtype=np.int64)
+        block = positions // block_size
+        kept = (np.bincount(block, weights=is_target) > 0)[block]
+        starts = block * block_size
+        return Half(
+            input_ids=np.where(is_masked, self.mask_token_id, token_ids)[kept],
+            positions=positions[kept],
+            block_starts=starts[kept],
+            labels=np.where(is_target, token_ids, IGNORE_LABEL)[kept],
+            reach=np.minimum(starts + block_size, len(token_ids))[kept] - 1,
+            mask_rates=np.where(is_masked, rates, 0)[kept],
+        )
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         return torch.tensor([batch["noisy_index"].numel() + batch["open_index"].numel()])

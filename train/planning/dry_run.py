@@ -26,7 +26,7 @@ from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_text, named_checkpoint
 from idlm.train.config.schema import TrainConfig, with_accumulation
-from idlm.train.data.checks import held_out_text, inspect_data
+from idlm.train.data.checks import held_out_text, inspect_data, run_warnings
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
@@ -46,7 +46,6 @@ from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_g
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
-from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
@@ -146,7 +145,6 @@ def meta_model(config: TrainConfig, tokenizer: Any, attention: str = "idlm_docum
 
 
 def planned_attention(config: TrainConfig, found: Findings) -> str:
-    """The attention of the planned run; one that cannot run is a problem."""
     device, requested = _planned_on(config), config.model.attention
     is_16_bit = config.train.bf16 or config.model.dtype == "bfloat16"
     # What is installed here says nothing about a machine with GPUs.
@@ -161,7 +159,6 @@ def _planned_on(config: TrainConfig) -> torch.device:
 
 
 def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings) -> None:
-    """Everything that needs the model's shape."""
     num_base, num_rows = sum(value.numel() for value in model.parameters()), num_vocabulary_rows(model)
     name = type(model).__name__
     mask_token_id, mask_row_D = None, None
@@ -348,7 +345,6 @@ def _add_disk(plan: DiskPlan, found: Findings) -> None:
 
 
 def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:
-    """The command line that trains what was planned."""
     kept = [one for one in arguments if not one.startswith(("dry_run=", "plan."))]
     if num_gpus == 1:
         return shlex.join(["idlm-train", *kept])

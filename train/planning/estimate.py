@@ -22,16 +22,14 @@ from idlm.train.distributed.deepspeed import (
     num_parameters,
     num_trained_parameters,
     uses_deepspeed,
-    zero_stage,
 )
 from idlm.train.model.graphs import replays
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
-from idlm.train.planning.host_time import host_parts
 from idlm.train.planning.memory import MemoryEstimate, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_bytes, state_setup
-from idlm.train.planning.step_time import PartsOf, TimePlan, gpu_parts, rates_of, time_plan
+from idlm.train.planning.step_time import PartsOf, TimePlan, gpu_parts, host_parts, rates_of, time_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +53,6 @@ class Estimate:
 
 
 def num_gpus(config: TrainConfig) -> int:
-    """GPUs that the plan is for."""
     if config.plan.num_gpus is not None:
         return config.plan.num_gpus
     if num_processes() > 1:
@@ -146,7 +143,7 @@ def run_setup(
         autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
         recomputed_layers=config.model.recomputed_layers,
-        is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
+        is_compiled=compiles(config, device),
         is_replayed=not config.model.gradient_checkpointing
         and replays(config.model.graphs, device, world_size=world_size),
         adapter_parameters=num_adapted,

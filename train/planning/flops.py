@@ -89,12 +89,10 @@ class ModelWork:
     is_gated: bool = False
 
     def products(self, passes: Passes) -> float:
-        """FLOPs of the linear layers."""
         adds = self.layers * passes.layers + self.head * passes.head + self.adapter * passes.adapter
         return PRODUCT * adds
 
     def flops(self, passes: Passes) -> float:
-        """FLOPs with those of attention."""
         return self.products(passes) + self.queries * passes.pairs
 
     def moved(self, passes: Passes) -> float:
@@ -153,7 +151,6 @@ def head_dim_of(config: Any) -> int | None:
 
 
 def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True) -> float:
-    """FLOPs of `train_passes`."""
     return work.flops(train_passes(work, fed, trains_clean=trains_clean))
 
 
@@ -197,7 +194,6 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def span(seconds: float) -> str:
-    """A time for people: the two largest units."""
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes = round(seconds / 60)

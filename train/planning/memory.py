@@ -57,7 +57,6 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the GPU must have."""
         return self.peak_allocated + sum(term.num_bytes for term in self.outside)
 
 
@@ -89,7 +88,6 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
 
 
 def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryEstimate:
-    """The peak of one GPU, term by term."""
     trained = run.adapter_parameters if run.rank else shape.num_parameters
     frozen = shape.num_parameters if run.rank else 0
     terms = [

@@ -22,8 +22,7 @@ from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, find_files
 from idlm.semantics import PROJECTIONS
 from idlm.train.check import CHOSEN
-from idlm.train.checkpoint.resume import RUN_FOLDER
-from idlm.train.checkpoint.same_run import CONFIG_FILE
+from idlm.train.checkpoint.resume import CONFIG_FILE, RUN_FOLDER
 from idlm.train.config.schema import AdapterConfig, TrainConfig, value_of, with_values
 from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup

@@ -115,7 +115,6 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
 
 
 def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
-    """Bytes per process of weights, gradients and AdamW's state."""
     terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
     return sum(term.num_bytes for term in terms)
 
@@ -185,5 +184,4 @@ def check_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) ->
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes as text."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

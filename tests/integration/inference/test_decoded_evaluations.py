@@ -15,7 +15,7 @@ from idlm.semantics import Semantics
 from idlm.train import cli, sampler
 from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
-from idlm.train.loop.metrics import EVALUATION, read_metrics
+from idlm.train.loop.progress import EVALUATION, read_metrics
 from idlm.train.report import Measurement, Sampler, SampleReport
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import write_tiny_base

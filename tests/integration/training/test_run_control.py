@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from idlm.train import cli
-from idlm.train.data.held_out import held_out_flags
-from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
+from idlm.train.data.packing import held_out_flags
+from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
 from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import failing_after
 from tests.integration.training.test_train_tiny import arguments

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
+from idlm.train.data.checks import run_warnings
 from idlm.train.model.checks import num_positions
-from idlm.train.planning.warnings import run_warnings
 from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, small_config, write_base
 
 LENGTHS = np.array([10, 40, 100, 300])

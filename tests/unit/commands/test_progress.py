@@ -23,8 +23,7 @@ from idlm.contracts import Completion
 from idlm.infer.cli.batch import AnswerProgress
 from idlm.infer.cli.config import loading
 from idlm.infer.engine import StreamEvent
-from idlm.train.loop.metrics import describe
-from idlm.train.loop.progress import _new_bar
+from idlm.train.loop.progress import _new_bar, describe
 from tests.toy import load_model, write_toy_checkpoint
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

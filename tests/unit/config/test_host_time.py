@@ -9,10 +9,10 @@ import pytest
 
 from idlm.config.compose import compose
 from idlm.train.config.schema import TrainConfig
-from idlm.train.planning import host_time
+from idlm.train.planning import step_time as host_time
 from idlm.train.planning.dry_run import meta_model
 from idlm.train.planning.estimate import Estimate, estimate_run
-from idlm.train.planning.host_time import HostRates
+from idlm.train.planning.step_time import HostRates
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_tokenizer
 
 MASK = 170

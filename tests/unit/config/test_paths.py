@@ -20,8 +20,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
 from idlm.publish import publish
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.checkpoint.resume import choose_checkpoint, store_config
-from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
+from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape, choose_checkpoint, store_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.model.stored import read_generation_config
 from idlm.train.unused import value_of

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from idlm.train.config.schema import EvalConfig
 from idlm.train.data.dataset import collate
-from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.layout import (
     IGNORE_LABEL,
     NO_ROWS,
@@ -24,6 +23,7 @@ from idlm.train.data.layout import (
     pack_rows,
     target_flags,
 )
+from idlm.train.data.packing import held_out_flags
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
+from idlm.files.records import without_nulls
 from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, samples_of
-from idlm.train.data.records.values import without_nulls
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = [USER, ANSWER]

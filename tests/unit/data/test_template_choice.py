@@ -192,8 +192,8 @@ def test_a_run_goes_on_with_the_date_of_its_first_day(
 
 
 def test_a_date_is_checked_before_the_data_is_read() -> None:
-    assert data_problems(DataConfig(date="2025-01-31"), None) == []
-    (problem,) = data_problems(DataConfig(date="31.1.2025"), None)
+    assert not [*data_problems(TrainConfig(data=DataConfig(date="2025-01-31")))]
+    (problem,) = data_problems(TrainConfig(data=DataConfig(date="31.1.2025")))
     assert "data.date='31.1.2025'" in problem and "YYYY-MM-DD" in problem
 
 

@@ -21,7 +21,7 @@ from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import data_problems
 from idlm.train.config.data import DataConfig
-from idlm.train.config.schema import LoopConfig
+from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.data import build, cache
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
@@ -233,7 +233,7 @@ def test_tokenising_takes_up_to_eight_cores_by_default(
     monkeypatch.setattr(build, "_encoded_by_workers", by_workers)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     config = config_of(tmp_path)
-    assert config.workers is None and data_problems(config, None) == []
+    assert config.workers is None and not [*data_problems(TrainConfig(data=config))]
     whole = read(config, encoder)
     assert started == []
     monkeypatch.setattr(build, "BYTES_ALONE", 400)

@@ -20,8 +20,7 @@ from transformers import AutoConfig
 
 from idlm.checkpoint import read_json
 from idlm.semantics import Semantics
-from idlm.train.checkpoint.all_versions import model_config
-from idlm.train.checkpoint.base_files import BaseFiles
+from idlm.train.checkpoint.base_files import BaseFiles, model_config
 from idlm.train.checkpoint.export import export
 from idlm.train.model.checks import grow_vocabulary
 from idlm.train.model.load import check_base_config, load_base

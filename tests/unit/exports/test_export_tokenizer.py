@@ -13,8 +13,13 @@ from transformers import AutoTokenizer
 from idlm.checkpoint import read_json
 from idlm.semantics import Semantics
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.checkpoint.all_versions import model_config, tokenizer_config, write_tokenizer_files
-from idlm.train.checkpoint.base_files import BaseFiles, read_tokenizer_files
+from idlm.train.checkpoint.base_files import (
+    BaseFiles,
+    model_config,
+    read_tokenizer_files,
+    tokenizer_config,
+    write_tokenizer_files,
+)
 from idlm.train.checkpoint.export import PROBES, export
 from tests.small_tokenizers import save_byte_level
 from tests.tiny_training import tiny_model

@@ -14,9 +14,8 @@ from transformers import get_cosine_schedule_with_warmup
 from idlm.errors import UserError
 from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.file_rows import plan_file
 from idlm.train.data.layout import Sample
-from idlm.train.data.packing import best_fit_decreasing
+from idlm.train.data.packing import best_fit_decreasing, plan_file
 from idlm.train.objectives.curriculum import SCHEDULES, Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 

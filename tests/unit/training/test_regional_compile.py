@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.errors import UserError
+from idlm.train.config.schema import LoopConfig, ModelConfig, TrainConfig
 from idlm.train.model.attention import register_attention
 from idlm.train.model.load import compile_layers, compiles, decoder_layers
 from tests.tiny_training import HiddenStates
@@ -76,6 +77,10 @@ def test_names_of_weights_stay() -> None:
     assert list(model.state_dict()) == names
 
 
+def configured(choice: str, zero_stage: int | None) -> TrainConfig:
+    return TrainConfig(model=ModelConfig(compile=choice), train=LoopConfig(zero_stage=zero_stage))
+
+
 @pytest.mark.parametrize(
     ("choice", "device", "zero_stage", "expected"),
     [
@@ -88,9 +93,9 @@ def test_names_of_weights_stay() -> None:
     ],
 )
 def test_choice(choice: str, device: torch.device, zero_stage: int | None, expected: bool) -> None:
-    assert compiles(choice, device, zero_stage=zero_stage) is expected
+    assert compiles(configured(choice, zero_stage), device) is expected
 
 
 def test_compiled_layers_cannot_have_their_weights_moved() -> None:
     with pytest.raises(UserError, match="IDLM-0540"):
-        compiles("on", GPU, zero_stage=3)
+        compiles(configured("on", 3), GPU)

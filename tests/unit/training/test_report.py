@@ -17,7 +17,7 @@ from idlm.train import report, sampler
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.config.schema import ReportConfig, TrainConfig
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.file_rows import FileRows
+from idlm.train.data.packing import FileRows
 from idlm.train.loop.progress import Progress
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
@@ -92,7 +92,7 @@ def test_a_report_of_no_samples_asks_for_none(
         calls.append(number)
         return report.SampleReport(samples=(report.SampleText(prompt="a", response="b"),) * number)
 
-    written = report.report_run(config, prepared, sampler, num_gpus=1, seconds=1.0)
+    written = report.report_run(config, prepared, sampler, seconds=1.0)
     assert calls == [num_samples] * bool(num_samples)
     assert ("Sample generations" in written.read_text()) == bool(num_samples)
 

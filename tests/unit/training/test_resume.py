@@ -20,16 +20,18 @@ from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
 from idlm.train.check import check_config
-from idlm.train.checkpoint import reshard
+from idlm.train.checkpoint import save as reshard
 from idlm.train.checkpoint.resume import (
+    SHAPE_FILE,
+    RunShape,
     choose_checkpoint,
     config_hash,
     config_text,
+    needs_resharding,
     store_config,
 )
-from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_resharding
 from idlm.train.config.schema import TrainConfig, with_accumulation
-from idlm.train.loop.metrics import read_metrics
+from idlm.train.loop.progress import read_metrics
 from idlm.train.loop.trainer import StopRequests
 from idlm.train.prepare import remember_base
 

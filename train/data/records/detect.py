@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from idlm.errors import UserError
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.names import TEXT_EXTRAS
+from idlm.train.data.records.parts import TEXT_EXTRAS, is_empty, present, unusable
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
-from idlm.train.data.records.values import is_empty, present, unusable
 
 AUTO = "auto"
 SHAPE_CHOICES = (AUTO, *SHAPES)
@@ -72,13 +71,11 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
 def samples_of(
     record: Record, shape: str, encoder: Encoder, *, origin: str
 ) -> tuple[list[Sample], frozenset[str]]:
-    """Return the samples of one record, and the keys of its turns that nothing reads."""
     samples, ignored = SHAPES[shape].encode(record, _keys(record, shape), encoder, origin)
     return samples, frozenset(ignored)
 
 
 def ignored_keys(record: Record, shape: str) -> list[str]:
-    """Return the keys of a record that hold something and are not read."""
     read = {*_match(record, shape)[1][0], *SHAPES[shape].also}
     return [key for key, value in record.items() if key not in read and not is_empty(value)]
 

@@ -18,7 +18,7 @@ from idlm.text.templates import all_template_text
 from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.names import (
+from idlm.train.data.records.parts import (
     CONTEXT_KEYS,
     EXTRA_KEYS,
     HISTORY_KEY,
@@ -32,18 +32,23 @@ from idlm.train.data.records.names import (
     TEMPLATE_DICT,
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
+    parsed,
+    present,
+    shown,
+    text_of,
+    unusable,
 )
-from idlm.train.data.records.tools import calls_of, tools_of
 from idlm.train.data.records.turns import (
     WRITE_TURNS,
     Message,
+    calls_of,
     history_turns,
     plain_turns,
     reasoning_of,
+    tools_of,
     turns_of,
     weighted,
 )
-from idlm.train.data.records.values import parsed, present, shown, text_of, unusable
 
 MAX_ID = 2**31
 """Caches store ids in 31 bits."""
@@ -164,9 +169,7 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
 
 
 def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str) -> Encoded:
-    conversation = conversation_of(record, turns)
-    samples = conversation.samples(encoder, origin=origin)
-    return samples, conversation.ignored_keys(encoder, samples)
+    return conversation_of(record, turns).encoded(encoder, origin=origin)
 
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
@@ -182,8 +185,7 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
             f"{', '.join(beside)} beside a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
-    samples = conversation.samples(encoder, origin=origin)
-    return samples, conversation.ignored_keys(encoder, samples)
+    return conversation.encoded(encoder, origin=origin)
 
 
 def _context(value: Any, key: str) -> list[Message]:
@@ -260,9 +262,8 @@ class RecordConversation:
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def samples(self, encoder: Encoder, *, origin: str) -> list[Sample]:
+    def encoded(self, encoder: Encoder, *, origin: str) -> Encoded:
         """Encode the conversation; UserError IDLM-0204 where no turn is a target."""
-        messages = [turn.message for turn in self.turns]
         answers = [turn for turn in self.turns if turn.role == "assistant"]
         if answers and not any(turn.is_trained for turn in answers):
             raise UserError(
@@ -272,13 +273,14 @@ class RecordConversation:
             )
         numbered = enumerate(self.turns)
         untrained = {index for index, turn in numbered if turn.role == "assistant" and not turn.is_trained}
-        return encoder.messages(
-            messages,
+        samples = encoder.messages(
+            [turn.message for turn in self.turns],
             origin=origin,
             tools=self.tools,
             template_kwargs=self.template_kwargs,
             untrained=frozenset(untrained),
         )
+        return samples, self._ignored_keys(encoder, samples)
 
     @property
     def is_pair(self) -> bool:
@@ -287,7 +289,7 @@ class RecordConversation:
         has_more = self.tools or self.template_kwargs or any(len(turn.message) > 2 for turn in self.turns)
         return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
 
-    def ignored_keys(self, encoder: Encoder, samples: Sequence[Sample]) -> set[str]:
+    def _ignored_keys(self, encoder: Encoder, samples: Sequence[Sample]) -> set[str]:
         """Return the keys of turns, and the variables of the template, that nothing reads: the template has
         no such word, or `samples` lack the text."""
         read = _words(all_template_text(encoder.tokenizer))

@@ -14,13 +14,12 @@ from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.files.records import Row, identity_of, is_hidden, is_saved
+from idlm.files.records import Row, identity_of, is_hidden, is_saved, without_nulls
 from idlm.train.config.data import DEFAULT_SPLITS, DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.values import without_nulls
 
 BATCH_ROWS = 256
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from idlm.files.records import SUFFIXES, FileReader, Row, damaged
+from idlm.files.records import SUFFIXES, FileReader, Row, damaged, without_nulls
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.values import without_nulls
 
 BATCH_ROWS = 256
 

@@ -25,9 +25,8 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.layout import Sample
-from idlm.train.data.packing import split
+from idlm.train.data.packing import held_out_flags, split
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 from idlm.train.prepare import remember_data
 

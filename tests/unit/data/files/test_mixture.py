@@ -19,11 +19,10 @@ from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, SourceConfig
 from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import open_source
-from idlm.train.data.cache import CachedSource
+from idlm.train.data.cache import CachedSource, MixedSource, _visits
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.held_out import held_out_flags
-from idlm.train.data.mixture import MixedSource, _visits
+from idlm.train.data.packing import held_out_flags
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 from tests.unit.data.files.test_data_cache import MASK, encoder_of, write
 

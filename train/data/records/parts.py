@@ -1,0 +1,143 @@
+"""Parts of records: the names that data sets use for them, texts, and JSON in texts.
+
+Errors name a value by its key; `build.encode` puts the record's location before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from idlm.errors import UserError
+from idlm.files.paths import json_problem
+from idlm.text.thoughts import REASONING_KEYS
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response", "ipython"), "tool"),
+}
+"""Roles of turns, and the role of the message that each becomes."""
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of turns whose text is the JSON of one call or of a list of calls."""
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Types of those parts of a content that are text."""
+
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "sys_prompt", "system_instruction")
+TOOLS_KEYS = ("tools", "functions")
+HISTORY_KEY = "history"
+TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
+"""Keys of a record that are variables of the chat template, as all keys in `TEMPLATE_DICT` are."""
+TEMPLATE_DICT = "chat_template_kwargs"
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+EXTRA_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
+"""Parts of a conversation that a record of any shape may have beside its turns, and what no model reads."""
+
+UNTRAINED_BY = {
+    **dict.fromkeys(("weight", "train", "training", "trainable", "trained", "train_on_turn"), 0),
+    **dict.fromkeys(("supervised", "calculate_loss", "compute_loss"), 0),
+    **dict.fromkeys(("loss", "loss_mask", "loss_scale", "loss_weight"), 0),
+    **dict.fromkeys(("mask", "masked", "is_masked", "ignore_loss", "no_loss"), 1),
+    **dict.fromkeys(("is_trained", "is_train", "do_train", "learn"), 0),
+}
+"""Weights of turns, and the value with which a turn is context alone."""
+LISTED_WEIGHTS = {
+    **UNTRAINED_BY,
+    **dict.fromkeys(("weights", "loss_masks", "loss_weights", "train_mask"), 0),
+    "masks": 1,
+}
+"""Weights of a record: a list with a value for each turn, or one value."""
+TOKEN_WEIGHTS = ("train_detail", "training_detail")
+"""Weights of parts of a turn."""
+
+MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS)
+"""Keys of a message that are rendered, or refused where the template leaves them out."""
+CONTEXT_KEYS = ("input", "context")
+"""What follows an instruction in the prompt."""
+QUESTION_PARTS = (*CONTEXT_KEYS, "passage", "document", "documents", "choices", "options")
+"""What a question that is not called prompt may need to be understood."""
+
+PAIR_ALIASES = (
+    ("prompt", "output"),
+    ("prompt", "answer"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("question", "solution"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("problem", "answer"),
+    ("problem", "response"),
+    ("input", "output"),
+    ("inputs", "targets"),
+    ("user", "assistant"),
+)
+"""Other names of a prompt and its response."""
+LABEL_KEY = "label"
+"""Of a pair: false where its response is one that is not wanted."""
+PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction")
+"""What a preferred answer may follow."""
+TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
+"""Keys by which a record with a text is a turn of a conversation."""
+
+
+def unusable(problem: str, *, fix: str) -> UserError:
+    """The error about a record; `build.encode` puts its location before the problem."""
+    return UserError("IDLM-0202", problem, fix=fix)
+
+
+def shown(value: Any) -> str:
+    return f"{value!r:.60}"
+
+
+def present(record: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return those keys of a record that hold something: no null, no empty text, list or object."""
+    found = {key: record[key] for key in keys if key in record}
+    return {key: value for key, value in found.items() if not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def parsed(value: Any, name: str, *, fix: str) -> Any:
+    """Return the value of JSON text, any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise unusable(
+            f"{name}={shown(value)} is text that is not valid JSON: {json_problem(error)}", fix=fix
+        ) from error
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return a text, which may be given in parts."""
+    if isinstance(value, list):
+        return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
+    if not isinstance(value, str):
+        raise unusable(f"{name}={shown(value)}, which is not text", fix=f"write {name} as text")
+    return value
+
+
+def _part(part: Any, name: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS:
+        raise unusable(
+            f"{name} is a part of the type {kind!r}, and only text is read",
+            fix='give parts {"type": "text", "text": str} alone, or delete the record',
+        )
+    if not isinstance(text, str):
+        raise unusable(
+            f"{name}={shown(part)}, which is not a part of text",
+            fix='write the content as one text, or in parts {"type": "text", "text": str}',
+        )
+    return text
