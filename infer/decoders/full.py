@@ -48,7 +48,6 @@ from idlm.infer.decoders.full_rows import (
     mixed_logits,
     reused_positions,
     wanted_positions,
-    whole_canvases,
 )
 from idlm.infer.state.batch import (
     Batch,
@@ -235,10 +234,11 @@ class FullDecoder(Decoder):
     def _fed(self, batch: Batch, known_B: Tensor, ends_B: Tensor, samples_B: Tensor) -> FedRows:
         """The rows of the pass: of each sequence that samples, its canvas or the part that the cache
         needs."""
-        if self._cache is None or self._reuse is None:
-            return whole_canvases(ends_B * samples_B, num_rows=batch.num_rows)
-        lanes_B = batch.lanes_B
         slot_L = torch.arange(batch.payload.max_length, device=known_B.device)
+        in_canvas_BL = (slot_L < ends_B[:, None]) & samples_B[:, None]
+        if self._cache is None or self._reuse is None:
+            return fed_canvases(in_canvas_BL, num_rows=batch.num_rows)
+        lanes_B = batch.lanes_B
         index_BL = slot_L - known_B[:, None]
         in_block_BL = (index_BL >= 0) & (index_BL < self._width)
         index_BL = index_BL.clamp(0, self._width - 1)
@@ -246,7 +246,6 @@ class FullDecoder(Decoder):
             in_block_BL & column_ZW[lanes_B].gather(1, index_BL)
             for column_ZW in (self.is_decided_ZW, self.is_recent_ZW)
         )
-        in_canvas_BL = slot_L < ends_B[:, None]
         canvases = Canvases(
             slot_L=slot_L,
             known_B=known_B,
@@ -257,7 +256,7 @@ class FullDecoder(Decoder):
         )
         refreshes_B = self._reuse.refreshes(self.num_passes_Z[lanes_B])
         is_fed_BL = refreshes_B[:, None] | reused_positions(self._cache, canvases, shift=self._shift)
-        return fed_canvases(is_fed_BL & in_canvas_BL & samples_B[:, None], num_rows=batch.num_rows)
+        return fed_canvases(is_fed_BL & in_canvas_BL, num_rows=batch.num_rows)
 
     def _sizes(self, known_B: Tensor, ends_B: Tensor) -> Tensor:
         """Positions of the active block [B], at least 1. Whole blocks remain after the known tokens."""

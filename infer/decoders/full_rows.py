@@ -70,61 +70,40 @@ def wanted_positions(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor,
 class FedRows:
     """Rows of a pass: row r feeds slot `slots_R[r]` of sequence `sequence_R[r]`; sequence b owns the rows
     from cu_rows_B1[b] on, and rows from cu_rows_B1[-1] on are padding (`is_fed_R`, bool). `ranks_BL`: the
-    number of fed positions up to and including a slot; None: all slots are fed."""
+    number of fed positions up to and including a slot."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
     slots_R: Tensor
     is_fed_R: Tensor
-    ranks_BL: Tensor | None = None
+    ranks_BL: Tensor
 
     def rows_of(self, sequence_X: Tensor, slots_X: Tensor) -> Tensor:
         """The rows of fed slots, int64 [X]; any row of the pass for slots that are not fed."""
-        ranks_X = slots_X
-        if self.ranks_BL is not None:
-            last = self.ranks_BL.shape[1] - 1
-            ranks_X = self.ranks_BL[sequence_X, slots_X.clamp(0, last)] - 1
-        return (self.cu_rows_B1[sequence_X] + ranks_X).clamp(0, len(self.slots_R) - 1)
-
-
-def whole_canvases(ends_B: Tensor, *, num_rows: int | None) -> FedRows:
-    """The rows of all positions before `ends_B`. `num_rows`: rows to lay out, padding included; None: exactly
-    those that are fed, which the host waits for."""
-    cu_rows_B1, rows_R, sequence_R = _rows(ends_B, num_rows)
-    is_fed_R = rows_R < cu_rows_B1[-1]
-    slots_R = torch.where(is_fed_R, rows_R - cu_rows_B1[sequence_R], 0)
-    return FedRows(cu_rows_B1=cu_rows_B1, sequence_R=sequence_R, slots_R=slots_R, is_fed_R=is_fed_R)
+        ranks_X = self.ranks_BL[sequence_X, slots_X.clamp(0, self.ranks_BL.shape[1] - 1)]
+        return (self.cu_rows_B1[sequence_X] + ranks_X - 1).clamp(0, len(self.slots_R) - 1)
 
 
 def fed_canvases(is_fed_BL: Tensor, *, num_rows: int | None) -> FedRows:
-    """The rows of some positions, in order; see `whole_canvases`."""
+    """The rows of positions, in order. `num_rows`: rows to lay out, padding included; None: exactly those
+    that are fed, which the host waits for."""
     ranks_BL = is_fed_BL.long().cumsum(-1)
-    cu_rows_B1, rows_R, sequence_R = _rows(ranks_BL[:, -1], num_rows)
-    num_rows, slot_L = len(rows_R), torch.arange(is_fed_BL.shape[1], device=is_fed_BL.device)
+    cu_rows_B1 = torch.nn.functional.pad(ranks_BL[:, -1].cumsum(0), (1, 0))
+    # No pass is empty, even if all its sequences are complete.
+    num_rows = max(1, int(cu_rows_B1[-1])) if num_rows is None else num_rows
+    rows_R = torch.arange(num_rows, device=is_fed_BL.device)
+    sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(is_fed_BL) - 1)
+    slot_L = torch.arange(is_fed_BL.shape[1], device=is_fed_BL.device)
     # Positions that are not fed write to a row of no pass.
     target_BL = torch.where(is_fed_BL, cu_rows_B1[:-1, None] + ranks_BL - 1, num_rows).clamp(max=num_rows)
-    slots_R = rows_R.new_zeros(num_rows + 1).scatter_(
-        0, target_BL.flatten(), slot_L.expand_as(target_BL).flatten()
-    )
+    slots_R = rows_R.new_zeros(num_rows + 1)
+    slots_R.scatter_(0, target_BL.flatten(), slot_L.expand_as(target_BL).flatten())
     return FedRows(
         cu_rows_B1=cu_rows_B1,
         sequence_R=sequence_R,
         slots_R=slots_R[:-1],
         is_fed_R=rows_R < cu_rows_B1[-1],
         ranks_BL=ranks_BL,
-    )
-
-
-def _rows(num_B: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The first row of each sequence [B + 1], all rows of the pass and their sequences [R]."""
-    cu_rows_B1 = torch.nn.functional.pad(num_B.cumsum(0), (1, 0))
-    # No pass is empty, even if all its sequences are complete.
-    num_rows = max(1, int(cu_rows_B1[-1])) if num_rows is None else num_rows
-    rows_R = torch.arange(num_rows, device=num_B.device)
-    return (
-        cu_rows_B1,
-        rows_R,
-        torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(num_B) - 1),
     )
 
 

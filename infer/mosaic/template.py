@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -277,14 +277,32 @@ class PassTemplate:
         self.aliases[name] = self.root(target)
 
     def add_op(
-        self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), chunks: Loop | None = None
+        self,
+        name: str,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        chunks: Loop | None = None,
+        *,
+        is_barrier: bool = False,
     ) -> None:
         """Register the next op. Consecutive ops with the same `chunks` are the body of that loop."""
-        self._add(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks))
+        assert not self._is_finished, f"{self.name} is finished: {name}"
+        unknown = [each for each in (*reads, *writes) if each not in self.tensors.keys() | self.inputs]
+        assert not unknown, f"{self.name}: {name} uses unknown {unknown}"
+        assert not self.inputs & set(writes), f"{self.name}: {name} writes an input"
+        last = self.ops[-1] if self.ops else None
+        if last is not None and last.loop is not None and last.loop != chunks:
+            self._closed.add(last.loop.name)
+        if chunks is not None:
+            assert chunks.name not in self._closed, f"{self.name}: loop {chunks.name} has ended"
+        same_loop = last is not None and last.loop is not None and last.loop == chunks
+        assert last is None or not same_loop or last.in_layers == self._in_layers, f"{name} splits a loop"
+        options = {"in_layers": self._in_layers, "is_barrier": is_barrier}
+        self.ops.append(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks, **options))
 
     def add_barrier(self, *names: str, chunks: Loop | None = None) -> None:
         """Keep the tensors alive at least until here."""
-        self._add(Op(name="barrier", reads=names, loop=chunks, is_barrier=True))
+        self.add_op("barrier", names, chunks=chunks, is_barrier=True)
 
     @contextmanager
     def layers(self, num_layers: int) -> Iterator[None]:
@@ -354,18 +372,3 @@ class PassTemplate:
     def _check_new(self, name: str) -> None:
         assert not self._is_finished, f"{self.name} is finished: {name}"
         assert name not in self.tensors and name not in self.inputs, f"{self.name}: {name} is there already"
-
-    def _add(self, op: Op) -> None:
-        assert not self._is_finished, f"{self.name} is finished: {op.name}"
-        known = self.tensors.keys() | self.inputs
-        unknown = [name for name in (*op.reads, *op.writes) if name not in known]
-        assert not unknown, f"{self.name}: {op.name} uses unknown {unknown}"
-        assert not self.inputs & set(op.writes), f"{self.name}: {op.name} writes an input"
-        last = self.ops[-1] if self.ops else None
-        if last is not None and last.loop is not None and last.loop != op.loop:
-            self._closed.add(last.loop.name)
-        if op.loop is not None:
-            assert op.loop.name not in self._closed, f"{self.name}: loop {op.loop.name} has ended"
-        same_loop = last is not None and last.loop is not None and last.loop == op.loop
-        assert last is None or not same_loop or last.in_layers == self._in_layers, f"{op.name} splits a loop"
-        self.ops.append(replace(op, in_layers=self._in_layers))

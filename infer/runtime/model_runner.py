@@ -88,12 +88,16 @@ class Step:
     ) -> StepResult:
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
         none_B = torch.zeros_like(outcome.num_emitted_B)
-        drafts = (outcome.num_accepted_B, outcome.num_tested_B)
-        counts = (
-            *(outcome.nonfinite_B, *_demand(plan, none_B), outcome.num_emitted_B),
-            *(none_B if count_B is None else count_B for count_B in drafts),
-        )
-        counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
+        demand = None if plan.active is None else plan.active.demand
+        needed: tuple[Tensor | None, ...] = (None,) * 4
+        if demand is not None:
+            needed = demand.waits_B.long(), demand.num_wanted_B, demand.num_fed_B, demand.num_kept_B
+        drafts = outcome.num_accepted_B, outcome.num_tested_B
+        counts = [
+            (none_B if count_B is None else count_B)[:, None]
+            for count_B in (outcome.nonfinite_B, *needed, outcome.num_emitted_B, *drafts)
+        ]
+        counts_BJ = torch.cat((*counts, outcome.token_ids_BJ), dim=1)
         scored, prompt_scored = None if outcome.logprobs is None else Logprobs(*outcome.logprobs), None
         if batch.num_top is not None and scored is None:
             scored = emitted_logprobs(wanted.logits(), plan, outcome, num_top=batch.num_top)
@@ -102,15 +106,6 @@ class Step:
         return StepResult(
             counts_BJ=counts_BJ, widths=_widths(plan, wanted), logprobs=scored, prompt_logprobs=prompt_scored
         )
-
-
-def _demand(plan: StepPlan, none_B: Tensor) -> list[Tensor]:
-    """Whether each sequence waited, and how many rows it needed, four tensors int64 [B]."""
-    demand = None if plan.active is None else plan.active.demand
-    if demand is None:
-        return [none_B] * 4
-    needed = (demand.num_wanted_B, demand.num_fed_B, demand.num_kept_B)
-    return [demand.waits_B.long(), *(none_B if count_B is None else count_B for count_B in needed)]
 
 
 def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:
