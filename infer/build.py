@@ -44,7 +44,7 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
-from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
+from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool, PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
@@ -179,7 +179,7 @@ def _assemble(
             arena = open_arena(settings.memory_arena, device)
             runner = CanvasRunner(model, arena, pool, capacity=planned.workspace_bytes)
         else:
-            cache = _kv_store(model, decoder, sizes, pool)
+            cache = _kv_cache(model, decoder.kv_policy, sizes.kv_dtype, pool.num_pages * pool.page_size)
             runner = Runner(model, pool, cache, attention=attention, stack=stack, memory=memory)
     settings = _resolve_graphs(settings, attention, model, stack.eager if stack else [], decoder.kv_policy)
     return EngineParts(
@@ -389,12 +389,12 @@ def _pool(
     """The pool of KV pages, as many as the memory manager decides. Accelerators allocate their state: that of
     lanes first, whose memory pages must not take."""
     spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
-    num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
-    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
+    num_layers = 1 if policy.shares_layers else spec.num_layers
+    slot_bytes = 2 * num_layers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
     canvas = canvas_shape(spec, model.dtype) if plans_canvases(memory) else None
     slot_bytes += 0 if canvas is None else canvas.x_bytes
     max_pages = -(-sizes.max_slots // page_size) * settings.max_sequences
-    if policy.store == "shared":
+    if policy.shares_layers:
         # Canvases of one pass, each of which may leave part of a page unused.
         num_canvases = sizes.num_canvases * settings.max_sequences
         max_pages = min(max_pages, -(-sizes.decoding_rows // page_size) + num_canvases)
@@ -427,13 +427,13 @@ def _pool(
     return pool, planned
 
 
-def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePool) -> KVCache:
-    num_slots = pool.num_pages * pool.page_size
-    return KV_STORES[decoder.kv_policy.store](
-        (model.spec.num_layers, num_slots, model.local.num_kv_heads, model.spec.head_dim),
-        dtype=sizes.kv_dtype,
+def _kv_cache(model: LoadedModel, policy: KVWritePolicy, dtype: torch.dtype, num_slots: int) -> KVCache:
+    num_layers = 1 if policy.shares_layers else model.spec.num_layers
+    return KVCache(
+        (num_layers, num_slots, model.local.num_kv_heads, model.spec.head_dim),
+        dtype=dtype,
         device=model.device,
-        scales=None if sizes.kv_dtype == model.dtype else model.kv_scales,
+        scales=None if dtype == model.dtype else model.kv_scales,
     )
 
 

@@ -102,31 +102,7 @@ def order_name(config: FullConfig, *, logit_shift: bool) -> str:
 
 def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "decoder.") -> None:
     """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
-    problems = [*_problems_of_limits(config, order, kind, prefix), *_problems_of_cache(config)]
-    if not 0 <= config.guidance <= MAX_GUIDANCE:
-        problems.append(f"{prefix}guidance={config.guidance} is not a number from 0 to {MAX_GUIDANCE:g}")
-    if config.guidance > 0 and config.cache is not None:
-        problems.append(f"{prefix}guidance={config.guidance} does not work with decoder.cache={config.cache}")
-    if not config.order_temperature >= 0:
-        problems.append(f"{prefix}order_temperature={config.order_temperature} is below 0")
-    if config.order_temperature > 0 and kind.is_random:
-        problems.append(
-            f"{prefix}order_temperature={config.order_temperature}: order {order} is random already"
-        )
-    if config.defer_eos and config.forbid_eos:
-        problems.append("decoder.defer_eos and decoder.forbid_eos: there is no stop token to defer")
-    if problems:
-        raise UserError("IDLM-0451", "; ".join(problems), fix="change or leave out the options named")
-    for name in ("threshold", "factor"):
-        value = getattr(config, name)
-        if value is not None and config.steps is not None:
-            warnings.warn(
-                f"{prefix}steps={config.steps} does nothing beside {prefix}{name}={value}", stacklevel=4
-            )
-
-
-def _problems_of_limits(config: FullConfig, order: str, kind: type[Order], prefix: str) -> list[str]:
-    problems, threshold, factor = [], config.threshold, config.factor
+    problems, threshold, factor, interval = [], config.threshold, config.factor, config.cache_refresh
     for name, value in (("block_length", config.block_length), ("steps", config.steps)):
         if value is not None and value < 1:
             problems.append(f"{prefix}{name}={value} is below 1")
@@ -142,18 +118,33 @@ def _problems_of_limits(config: FullConfig, order: str, kind: type[Order], prefi
             problems.append(
                 f"{prefix}{name}={limit}: scores of order {order} are no probabilities; use {known}"
             )
-    return problems
-
-
-def _problems_of_cache(config: FullConfig) -> list[str]:
-    interval = config.cache_refresh
-    if interval is None:
-        return []
-    kind = None if config.cache is None else CACHES.get(config.cache, key="decoder.cache")
-    if kind is None or not kind.has_interval:
-        known = [name for name in CACHES.names() if CACHES.get(name).has_interval]
-        return [f"decoder.cache_refresh={interval} needs decoder.cache of {known}, not {config.cache}"]
-    return [f"decoder.cache_refresh={interval} is below 1"] if interval < 1 else []
+    if interval is not None:
+        cache = None if config.cache is None else CACHES.get(config.cache, key="decoder.cache")
+        if cache is None or not cache.has_interval:
+            known = [name for name in CACHES.names() if CACHES.get(name).has_interval]
+            found = f"needs decoder.cache of {known}, not {config.cache}"
+            problems.append(f"decoder.cache_refresh={interval} {found}")
+        elif interval < 1:
+            problems.append(f"decoder.cache_refresh={interval} is below 1")
+    if not 0 <= config.guidance <= MAX_GUIDANCE:
+        problems.append(f"{prefix}guidance={config.guidance} is not a number from 0 to {MAX_GUIDANCE:g}")
+    if config.guidance > 0 and config.cache is not None:
+        problems.append(f"{prefix}guidance={config.guidance} does not work with decoder.cache={config.cache}")
+    if not config.order_temperature >= 0:
+        problems.append(f"{prefix}order_temperature={config.order_temperature} is below 0")
+    if config.order_temperature > 0 and kind.is_random:
+        problems.append(
+            f"{prefix}order_temperature={config.order_temperature}: order {order} is random already"
+        )
+    if config.defer_eos and config.forbid_eos:
+        problems.append("decoder.defer_eos and decoder.forbid_eos: there is no stop token to defer")
+    if problems:
+        raise UserError("IDLM-0451", "; ".join(problems), fix="change or leave out the options named")
+    for name, limit in (("threshold", threshold), ("factor", factor)):
+        if limit is not None and config.steps is not None:
+            warnings.warn(
+                f"{prefix}steps={config.steps} does nothing beside {prefix}{name}={limit}", stacklevel=4
+            )
 
 
 def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:

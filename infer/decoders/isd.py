@@ -24,7 +24,7 @@ from idlm.infer.decoders.rejection import NO_ROW, DraftLayout, layouts, strategy
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.sampling import Probs, Verdict, draft_probs, draw, emit_and_draft, nonfinite, put, verify
+from idlm.kernels.sampling import Probs, draft_probs, draw, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
@@ -163,28 +163,6 @@ class IsdDecoder(Decoder):
             logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, keeps=keeps)
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         probs = table.probs(logits_XV, lanes_B, batch.filters)
-        verdict = self._verify(probs, table, batch, plan, uniforms_BD)
-        if batch.grammars is not None:
-            # What is drawn next is not masked: the host does not know the tokens before it yet.
-            candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
-            batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
-        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
-        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
-        num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
-        table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
-        return StepOutcome(
-            token_ids_BJ=verdict.token_ids_BA,
-            num_emitted_B=verdict.num_emitted_B,
-            num_accepted_B=verdict.accepted_B,
-            num_tested_B=verdict.tested_B,
-            nonfinite_B=nonfinite(probs, rows_BA),
-        )
-
-    def _verify(
-        self, probs: Probs, table: SequenceState, batch: Batch, plan: StepPlan, uniforms_BD: Tensor
-    ) -> Verdict:
-        """Test the drafts, draw the token after the accepted ones, and the next drafts."""
-        lanes_B, num_masks = plan.lanes_B, self.num_masks
         verdict = verify(
             probs,
             self.draft_probs,
@@ -207,7 +185,21 @@ class IsdDecoder(Decoder):
             layout_Z=self.draft_buffer_Z,
             takes_best=self.config.acceptance == "published",
         )
-        return verdict
+        if batch.grammars is not None:
+            # What is drawn next is not masked: the host does not know the tokens before it yet.
+            candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
+            batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
+        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
+        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
+        num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
+        table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
+        return StepOutcome(
+            token_ids_BJ=verdict.token_ids_BA,
+            num_emitted_B=verdict.num_emitted_B,
+            num_accepted_B=verdict.accepted_B,
+            num_tested_B=verdict.tested_B,
+            nonfinite_B=nonfinite(probs, rows_BA),
+        )
 
     def _candidates(
         self, probs: Probs, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor

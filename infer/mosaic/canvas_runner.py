@@ -43,7 +43,7 @@ def resolve_canvases(
     """The settings of an engine whose passes run in one workspace: they are eager, because a plan follows
     their rows. Raises UserError IDLM-0471 for what has no place in the template."""
     name = f"memory={settings.memory}"
-    if policy.store != "shared":
+    if not policy.shares_layers:
         raise UserError(
             "IDLM-0471",
             f"{name} runs decoders that store nothing between passes, and this one keeps pages of keys "

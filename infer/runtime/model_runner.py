@@ -103,16 +103,9 @@ class Step:
             scored = emitted_logprobs(wanted.logits(), plan, outcome, num_top=batch.num_top)
         if prompt_rows is not None:
             prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)
-        return StepResult(
-            counts_BJ=counts_BJ, widths=_widths(plan, wanted), logprobs=scored, prompt_logprobs=prompt_scored
-        )
-
-
-def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:
-    num_rows = len(plan.token_ids_R)
-    if wanted.dropped is None:
-        return PassRows(fed=num_rows, kept=num_rows, head=len(wanted))
-    return PassRows(fed=wanted.dropped.num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
+        num_fed = len(plan.token_ids_R) if wanted.dropped is None else wanted.dropped.num_fed
+        widths = PassRows(fed=num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
+        return StepResult(counts_BJ=counts_BJ, widths=widths, logprobs=scored, prompt_logprobs=prompt_scored)
 
 
 def with_grammars(batch: Batch, schedule: Schedule) -> Batch:

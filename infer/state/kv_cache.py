@@ -1,13 +1,9 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
-with), and where (`KV_STORES`).
-
-Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C listed
-slots.
-"""
+with), and where (`KVCache`). Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass,
+N query heads, C listed slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +15,6 @@ from idlm.errors import UserError
 from idlm.kernels.paged_attention import BackendPlan, BeforeBlock, paged_attention
 
 KVKind = Literal["append", "block", "none"]
-StoreKind = Literal["layers", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +57,9 @@ class KVWritePolicy:
     reuse: CanvasReuse | None = None
 
     @property
-    def store(self) -> StoreKind:
-        """Which of `KV_STORES` fits: "layers" if passes read what earlier ones stored."""
-        return "shared" if self.kind == "none" and self.reuse is None else "layers"
+    def shares_layers(self) -> bool:
+        """Whether all layers store into the same memory: passes read nothing that earlier ones stored."""
+        return self.kind == "none" and self.reuse is None
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -140,8 +135,11 @@ TOKEN_BY_TOKEN = KVWritePolicy()
 
 
 class KVCache:
-    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset. `shape`: layers
-    of the model, S, K, H. `scales` [2, layers, K]: stored keys and values are divided by them; None is 1."""
+    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
+
+    `shape`: layers, S, K, H. One layer's memory serves all if passes compute all KV anew: a layer stores
+    those of all rows before any row attends, and nothing reads them after the layer. `scales` [2, layers, K]:
+    stored keys and values are divided by them; None is 1."""
 
     def __init__(
         self,
@@ -152,17 +150,12 @@ class KVCache:
         scales: Tensor | None = None,
     ) -> None:
         self.scales = scales
-        shape = (self.num_buffers(shape[0]), *shape[1:])
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    @staticmethod
-    def num_buffers(num_layers: int) -> int:
-        """Key buffers, and value buffers, of a model of `num_layers` layers."""
-        return num_layers
-
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H] of a layer."""
+        number = min(number, len(self.keys) - 1)
         return self.keys[number], self.values[number]
 
     def layer_scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
@@ -193,19 +186,3 @@ class KVCache:
             lists_BKC=lists_BKC,
             before=before,
         )
-
-
-class CanvasCache(KVCache):
-    """One key and one value buffer that all layers share, for passes that compute all KV anew: a layer stores
-    those of all rows before any row attends, and nothing reads them after the layer."""
-
-    @staticmethod
-    def num_buffers(num_layers: int) -> int:
-        return 1
-
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.keys[0], self.values[0]
-
-
-KV_STORES: Mapping[StoreKind, type[KVCache]] = {"layers": KVCache, "shared": CanvasCache}
-"""The store by `KVWritePolicy.store`."""
