@@ -270,6 +270,8 @@ def compile_layers(model: PreTrainedModel) -> int:
     runs_apart = gate is not None and gate.is_gated
     if runs_apart and model.config._attn_implementation != "idlm_split":
         leave_out_of_compiled_layers()
+    # With dynamic shapes floats of modules would be inputs too: tensors on the CPU that every layer reads.
+    torch._dynamo.config.specialize_float = True
     for layer in layers:
         layer.compile(dynamic=runs_apart)
     log.info("compiling %d decoder layers", len(layers))
