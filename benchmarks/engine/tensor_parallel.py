@@ -66,16 +66,12 @@ def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype,
     """Write a checkpoint of random weights that says it was converted; `changes` of its config."""
     import transformers
 
-    shape = {**MODELS[model], **changes}
-    config = transformers.Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None)
+    shape = {"model_type": "qwen3", **MODELS[model], **changes}
+    fixed = {"tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    config = transformers.AutoConfig.for_model(**shape, **fixed)
     torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            made = transformers.Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
+    with torch.device(device):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     made.save_pretrained(path, max_shard_size="4GB")
     Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
     del made
