@@ -4,11 +4,11 @@ Padding costs rows, not correctness: padding sequences use the spare lane and fe
 store no KV. On a CPU the padded pass runs without a graph, which is how it is tested.
 
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
-captured one with the fewest rows that holds it, if that has at most `eager_rows` rows; otherwise it runs
-eagerly, whose launches are hidden behind the passes before it. Passes with blocks use a larger graph until
-its padding has taken as long as a capture does, and so do those that may drop rows (`PassRows`) without a
-warm-up, where the graphs of the first passes, which are the largest, give way sooner. While no request waits,
-the shapes that ran eagerly or padded are captured."""
+captured one with the fewest rows that holds it, if that has at most `eager_rows` rows or little padding;
+otherwise it runs eagerly, whose launches are hidden behind the passes before it. Passes with blocks use a
+larger graph until its padding has taken as long as a capture does, and so do those that may drop rows
+(`PassRows`) without a warm-up, where the graphs of the first passes, which are the largest, give way sooner.
+While no request waits, the shapes that ran eagerly or padded are captured."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ MAX_EAGER_PASSES = 32
 """Eager decoding passes of one shape after which its graph is captured even in traffic: they have then taken
 longer than a capture does (a pass of launches, and the graph's creation)."""
 TIMED_PASSES = 3
+MAX_PADDING = 1.125
+"""A graph of more rows than `eager_rows` has at most so many times the rows of a pass."""
 CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
 """For passes with blocks. A capture takes as long as `CAPTURE_PASSES` passes, so it comes once padding has
 cost as much; without a warm-up, once it has cost `PASSES_PER_GRAPH` for each graph, while there are few.
@@ -172,7 +174,7 @@ class StaticStep:
         """The captured shape with the fewest rows that such passes should run in."""
         if shape in self._graphs or not (self.is_warm or shape.limits.capacity is not None):
             return shape if shape in self._graphs else None
-        maximum = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
+        maximum = math.inf if self._has_blocks else max(self.eager_rows, MAX_PADDING * shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= maximum]
         if not self.is_warm:
             sampled = shape.filters, shape.num_top

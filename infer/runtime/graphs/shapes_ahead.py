@@ -26,6 +26,9 @@ CONTEXT_STEP = 8
 """Between bounds of contexts that have graphs of their own. Attention reads what there is in any case."""
 CAPACITIES_BETWEEN = 4
 """Of row capacities, one in so many is captured before the others, and with filters."""
+LAUNCHES_PER_GRAPH = 2
+"""A pass with prompts has a graph if it computes up to so many times as long as its launches take: the host
+has other work beside them."""
 MAX_TIMED_ROWS = 2048
 """A pass with more is slower for each token than one with fewer: its time is estimated."""
 
@@ -64,7 +67,7 @@ class ShapesAhead:
                 for num_rows in PROMPT_GRAPHS
                 if num_rows < 2 * self.max_prompt_rows
                 for size in self._mixed_sizes(mode, num_rows)
-                if size * width + num_rows <= eager_rows
+                if size * width + num_rows <= LAUNCHES_PER_GRAPH * eager_rows
             ]
         if self.decoder.takes_constraints:
             held = [each for each in shapes if not each.filters and not each.num_prompt_rows]
