@@ -40,7 +40,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS, needs_gpu="answers")
     readers = chosen(options, "readers", ("generate", "http"))
     model, num, length = options["model"], int(options["concurrency"]), int(options["tokens"])
-    size, report = MODELS[model]["vocab_size"], Report("serve", options)
+    size, report = MODELS[model]["vocab_size"], Report("serve", options, "python -m benchmarks.answers")
     settings = {"device": options["device"], "max_num_seqs": num, "max_length": 2 * PROMPT_TOKENS + length}
     prompts = [
         [FIRST_ID + (31 * n + 7 * k) % (size - FIRST_ID - 1) for k in range(PROMPT_TOKENS)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import read_rows
-from benchmarks.serving import serve
+from benchmarks.serving import answers, serve
 from benchmarks.serving.host import Case
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
@@ -102,3 +102,12 @@ def test_calls_do_not_depend_on_what_the_process_ran_before() -> None:
         assert case.calls() == calls
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_small_model_answers_by_generate_and_over_http(tmp_path: Path) -> None:
+    options = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=2", "tokens=4", "rounds=2"]
+    assert answers.measure([*options, "top_p=0.9", f"results={tmp_path}"]) == 0
+    rows = read_rows("serve", results=tmp_path)
+    assert [(row["metric"], row["case"]["load"], row["case"]["top_p"]) for row in rows] == [
+        ("output_tokens_per_s", reader, 0.9) for reader in ("generate", "http")
+    ]
