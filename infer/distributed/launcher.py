@@ -41,6 +41,7 @@ from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.settings import EngineOptions
 from idlm.infer.state.batch import Schedule
+from idlm.kernels.peer_sum import open_memory
 
 STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
@@ -72,9 +73,9 @@ class TensorParallelGroup:
         self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
-    def start(cls, size: int, device: torch.device, *, links: bool = False) -> TensorParallelGroup:
-        """Start one process for each further rank and join them in a process group. With `links` GPUs sum few
-        rows in each other's memory, if they reach it; all other sums are NCCL's.
+    def start(cls, size: int, device: torch.device, *, links: bool = True) -> TensorParallelGroup:
+        """Start one process for each further rank and join them in a process group. With `links` GPUs that
+        reach each other's memory (NVLink) sum few rows there; all other sums are NCCL's.
 
         UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active
         in this process; IDLM-0426: a rank did not start."""
@@ -271,8 +272,10 @@ def join(*, rank: int, size: int, device: str, store: str, links: bool) -> Shard
     dist.init_process_group(
         "nccl", store=shared, rank=rank, world_size=size, device_id=torch.device("cuda", rank)
     )
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True) if links else None
-    return Shards(rank=rank, size=size, control=dist.new_group(backend="gloo"), stop=stop)
+    control = dist.new_group(backend="gloo")
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    memory = open_memory(rank, size, control, stop) if links else None
+    return Shards(rank=rank, size=size, control=control, memory=memory)
 
 
 def _leave_process_group() -> None:

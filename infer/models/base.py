@@ -18,7 +18,7 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.kernels.experts.types import Routing
-from idlm.kernels.peer_sum import PeerBoxes, open_boxes, peer_sum_rms_norm, reaches_all
+from idlm.kernels.peer_sum import PeerBoxes, PeerMemory, peer_sum_rms_norm
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.registry import Registry
 from idlm.semantics import Semantics
@@ -90,14 +90,13 @@ class Shards:
     compute each element once, on one rank and in one order, and then copy it (rings and trees).
     `TensorParallelGroup.compare` checks this from time to time.
 
-    `stop`: an int32 in pinned memory that GPUs with `boxes` read while they wait for each other (None: ranks
-    have no boxes, whatever their links)."""
+    `memory`: that of all GPUs, if they reach each other's; `boxes` in it are those of a model."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
-    stop: Tensor | None = None
+    memory: PeerMemory | None = None
     boxes: PeerBoxes | None = None
 
     def local(self, spec: ModelSpec) -> ModelSpec:
@@ -126,16 +125,18 @@ class Shards:
         return slice(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def linked(self, width: int, dtype: torch.dtype) -> Shards:
-        """These shards with boxes for rows of `width`, if every GPU reaches the memory of all others."""
-        if self.stop is None or not self.minimum(int(reaches_all(self.rank, self.size))):
+        """These shards with boxes for rows of `width`, if GPUs reach each other; waits for all ranks."""
+        if self.memory is None:
             return self
-        boxes = open_boxes(self.rank, width, dtype, size=self.size, hosts=self.control, stop=self.stop)
-        return replace(self, boxes=boxes)
+        # Boxes of an earlier model are no longer in use once all GPUs are idle.
+        torch.cuda.synchronize()
+        self.minimum(0)
+        return replace(self, boxes=self.memory.boxes(width, dtype))
 
     def stop_waiting(self) -> None:
         """End what GPUs of this process wait for, when a rank is gone: sums are wrong from then on."""
-        if self.stop is not None:
-            self.stop.fill_(1)
+        if self.memory is not None:
+            self.memory.stop.fill_(1)
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over ranks, with the same bits on each; in place if `partial` is contiguous."""

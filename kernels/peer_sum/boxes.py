@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
-from dataclasses import dataclass, replace
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 MAX_RANKS = 8
-LARGEST_BYTES = 8 << 20
-"""Of all rows of a sum."""
+LARGEST_BYTES, LARGEST_ROWS = 8 << 20, 8192
+"""Of a sum."""
 NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
-IPC = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
-"""What torch describes a tensor of a GPU by to another process."""
+LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle: memory of a GPU as other processes know it."""
+
+    _fields_ = [("content", ctypes.c_ubyte * 64)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +32,7 @@ class PeerBoxes:
 
     `addresses` are those of the boxes, `stop` that of an int32 that ends all waiting once it is 1. `turns`
     (int32) has a value for each of the `num_slots` rows; `counters` is the byte at which a box counts.
-    `owned` keeps the memory."""
+    `owner` keeps the memory."""
 
     rank: int
     size: int
@@ -39,36 +44,66 @@ class PeerBoxes:
     addresses: tuple[int, ...]
     stop: int
     turns: Tensor
-    owned: object = None
+    owner: object = None
 
     def holds(self, x_RD: Tensor) -> bool:
         """Whether sums of such rows can use the boxes."""
         return len(x_RD) <= self.num_slots and x_RD.shape[1] == self.width and x_RD.dtype == self.dtype
 
 
-def box_sizes(size: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows of each source, elements between rows, and the byte of the counters, of a box."""
-    per_16_bytes = 16 // dtype.itemsize
-    stride = -(-width // per_16_bytes) * per_16_bytes
-    num_slots = max(1, LARGEST_BYTES // (stride * dtype.itemsize))
-    counters = 2 * size * num_slots * stride * dtype.itemsize
-    return {"num_slots": num_slots, "stride": stride, "counters": counters}
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PeerMemory:
+    """A box on the GPU of every rank, all at `addresses` of this process, for sums of one width and dtype at
+    a time; `stop` [1], int32 in pinned memory, ends all waiting once it is 1."""
+
+    rank: int
+    addresses: tuple[int, ...]
+    stop: Tensor
+
+    def boxes(self, width: int, dtype: torch.dtype) -> PeerBoxes:
+        """The boxes for rows of `width`. No sum of earlier ones is running, on any rank."""
+        return make_boxes(
+            self.rank,
+            width,
+            dtype,
+            pointers=self.addresses,
+            stop=self.stop.data_ptr(),
+            device=torch.device("cuda", self.rank),
+            owner=self,
+        )
+
+
+def counters_of(size: int) -> int:
+    """The byte at which a box of `size` ranks counts."""
+    return 2 * size * LARGEST_BYTES
 
 
 def make_boxes(
-    rank: int, width: int, dtype: torch.dtype, *, pointers: list[int], stop: int, device: torch.device
+    rank: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    pointers: Sequence[int],
+    stop: int,
+    device: torch.device,
+    owner: object = None,
 ) -> PeerBoxes:
-    """The boxes of all ranks at these addresses, full of zeros."""
-    sizes = box_sizes(len(pointers), width, dtype)
+    """The boxes of all ranks at these addresses. They count nothing yet."""
+    per_16_bytes = 16 // dtype.itemsize
+    stride = -(-width // per_16_bytes) * per_16_bytes
+    num_slots = min(LARGEST_ROWS, LARGEST_BYTES // (stride * dtype.itemsize))
     return PeerBoxes(
         rank=rank,
         size=len(pointers),
         width=width,
         dtype=dtype,
-        **sizes,
+        num_slots=num_slots,
+        stride=stride,
+        counters=counters_of(len(pointers)),
         addresses=tuple(pointers),
         stop=stop,
-        turns=torch.zeros(sizes["num_slots"], dtype=torch.int32, device=device),
+        turns=torch.zeros(num_slots, dtype=torch.int32, device=device),
+        owner=owner,
     )
 
 
@@ -84,23 +119,45 @@ def reaches_all(rank: int, size: int) -> bool:
     return size <= MAX_RANKS
 
 
-def open_boxes(
-    rank: int, width: int, dtype: torch.dtype, *, size: int, hosts: dist.ProcessGroup | None, stop: Tensor
-) -> PeerBoxes:
-    """The boxes of `size` ranks, of which rank r has GPU r; all call it, and wait for each other. `hosts`
-    connects their hosts. `stop` is in pinned memory; see `PeerBoxes`."""
-    device, sizes = torch.device("cuda", rank), box_sizes(size, width, dtype)
-    num_bytes = sizes["counters"] + 2 * sizes["num_slots"] * torch.int32.itemsize
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # Others write as soon as all are here.
-    torch.cuda.synchronize(device)
-    shared: list[Any] = [None] * size
-    dist.all_gather_object(shared, dict(zip(IPC, reduce_tensor(memory)[1], strict=True)), group=hosts)
-    # Mapped for this rank's GPU, which then reaches the memory of the others.
-    opened = [
-        memory if peer == rank else rebuild_cuda_tensor(**{**arguments, "storage_device": rank})
-        for peer, arguments in enumerate(shared)
-    ]
-    pointers = [each.data_ptr() for each in opened]
-    boxes = make_boxes(rank, width, dtype, pointers=pointers, stop=stop.data_ptr(), device=device)
-    return replace(boxes, owned=(opened, stop))
+def open_memory(rank: int, size: int, hosts: dist.ProcessGroup | None, stop: Tensor) -> PeerMemory | None:
+    """Memory on the GPUs of `size` ranks, of which rank r has GPU r. All call it, and wait for each other;
+    `hosts` connects their hosts, `stop` is in pinned memory. None, on all ranks: a GPU does not reach another
+    one, or the system does not let processes share memory.
+
+    It is allocated without torch, whose allocators can make memory that no other process can open."""
+    driver, own, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
+    num_bytes = ctypes.c_size_t(counters_of(size) + 2 * LARGEST_ROWS * torch.int32.itemsize)
+    # Makes the GPU's context the current one of this thread.
+    torch.cuda.synchronize(rank)
+    is_shared = reaches_all(rank, size) and not (
+        driver.cuMemAlloc_v2(ctypes.byref(own), num_bytes)
+        or driver.cuMemsetD8_v2(own, 0, num_bytes)
+        or driver.cuIpcGetMemHandle(ctypes.byref(handle), own)
+    )
+    # Others count in it as soon as all are here.
+    torch.cuda.synchronize(rank)
+    addresses = []
+    for peer, theirs in enumerate(_of_all(bytes(handle) if is_shared else b"", size, hosts)):
+        address = ctypes.c_uint64(own.value if peer == rank else 0)
+        if peer != rank and theirs:
+            driver.cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), _Handle.from_buffer_copy(theirs), LAZY_PEER_ACCESS
+            )
+        addresses.append(address.value)
+    memory = PeerMemory(rank=rank, addresses=tuple(addresses), stop=stop)
+    # A process that ends frees its memory.
+    weakref.finalize(memory, _free, driver, rank, memory.addresses).atexit = False
+    return memory if all(_of_all(b"open" if all(addresses) else b"", size, hosts)) else None
+
+
+def _of_all(mine: bytes, size: int, hosts: dist.ProcessGroup | None) -> list[bytes]:
+    everyone: list[bytes] = [b""] * size
+    dist.all_gather_object(everyone, mine, group=hosts)
+    return everyone
+
+
+def _free(driver: ctypes.CDLL, rank: int, addresses: Sequence[int]) -> None:
+    for peer, address in enumerate(addresses):
+        if address:
+            close = driver.cuMemFree_v2 if peer == rank else driver.cuIpcCloseMemHandle
+            close(ctypes.c_uint64(address))

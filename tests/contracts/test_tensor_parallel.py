@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
@@ -20,10 +21,10 @@ from idlm.errors import UserError
 from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
-from idlm.infer.models import base
 from idlm.infer.models.base import Shards
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
+from idlm.kernels.peer_sum import boxes
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -304,17 +305,56 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(tmp_path: Path) -> Non
                 assert torch.equal(mine, other)
 
 
-def test_ranks_share_no_memory_if_one_gpu_does_not_reach_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "reaches_all", lambda rank, size: rank == 0)
+class _Driver:
+    """Of CUDA, whose memory of two ranks is at 16 and 17; that at `closed` opens in no other process."""
 
-    def linked(rank: int) -> Shards:
-        shards = replace(shards_of(rank, 2, tmp_path), stop=torch.zeros(1, dtype=torch.int32))
-        return shards.linked(8, torch.float32)
+    def __init__(self, closed: int) -> None:
+        self.closed, self.places, self.freed = closed, iter((16, 17)), list[int]()
+
+    def cuMemAlloc_v2(self, address: Any, num_bytes: Any) -> int:
+        address._obj.value = next(self.places)
+        return 0
+
+    def cuMemsetD8_v2(self, address: Any, value: int, num_bytes: Any) -> int:
+        return 0
+
+    def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
+        handle._obj.content[0] = address.value
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: int) -> int:
+        is_open = handle.content[0] != self.closed
+        address._obj.value = handle.content[0] * is_open
+        return int(not is_open)
+
+    def cuMemFree_v2(self, address: Any) -> None:
+        self.freed.append(address.value)
+
+    cuIpcCloseMemHandle = cuMemFree_v2
+
+
+@pytest.mark.parametrize("closed", ["", "to processes", "to GPU 1"])
+def test_ranks_share_memory_if_all_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    driver = _Driver(17 if closed == "to processes" else 0)
+    monkeypatch.setattr(boxes.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(boxes, "reaches_all", lambda rank, size: rank == 0 or closed != "to GPU 1")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def opened(rank: int) -> boxes.PeerMemory | None:
+        hosts = shards_of(rank, 2, tmp_path)
+        return boxes.open_memory(rank, 2, hosts.control, torch.zeros(1, dtype=torch.int32))
 
     with ThreadPoolExecutor(2) as ranks:
-        assert [shards.boxes for shards in ranks.map(linked, range(2))] == [None, None]
+        found = list(ranks.map(opened, range(2)))
+    if closed:
+        assert found == [None, None]
+    else:
+        assert [sorted(memory.addresses) for memory in found if memory is not None] == [[16, 17]] * 2
+    del found
+    gc.collect()
+    assert set(driver.freed) == ({16} if closed == "to GPU 1" else {16, 17})
 
 
 def _collect(rank: int, size: int, folder: Path, found: dict[int, list[torch.Tensor]]) -> None:

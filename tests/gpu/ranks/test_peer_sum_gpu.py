@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from idlm.kernels.peer_sum import PeerBoxes, open_boxes, peer_sum_rms_norm, reaches_all
+from idlm.kernels.peer_sum import PeerBoxes, open_memory, peer_sum_rms_norm
 from tests.kernels.cases.peer_sum import CALLS, EPS, check_sums
 
 NUM_GPUS = torch.cuda.device_count()
@@ -43,11 +43,8 @@ def test_sums_between_gpus(size: int, tmp_path: Path) -> None:
 def _rank(rank: int, size: int, store: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    assert reaches_all(rank, size), "GPUs without NVLink"
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-
-    def opened(width: int, dtype: torch.dtype) -> PeerBoxes:
-        return open_boxes(rank, width, dtype, size=size, hosts=None, stop=stop)
+    memory = open_memory(rank, size, None, torch.zeros(1, dtype=torch.int32, pin_memory=True))
+    assert memory is not None, "GPUs without NVLink"
 
     def tell(what: str) -> None:
         if rank == 0:
@@ -55,7 +52,7 @@ def _rank(rank: int, size: int, store: str) -> None:
 
     start_time = time.monotonic()
     for width, dtype in WIDTHS:
-        boxes = opened(width, dtype)
+        boxes = memory.boxes(width, dtype)
         calls = [
             *CALLS,
             (64, None),
@@ -64,14 +61,15 @@ def _rank(rank: int, size: int, store: str) -> None:
             (1, None),
         ]
         found = check_sums(boxes, calls, before=lambda number: _be_late(number, rank, size))
+        # All GPUs are idle when other boxes begin.
         _assert_equal_on_all_ranks(found, size)
         tell(f"{len(calls)} sums of {width} columns")
-    exact = opened(256, torch.float32)
+    exact = memory.boxes(256, torch.float32)
     _check_many(exact)
     tell(f"{MANY_CALLS} sums in a row")
     _check_graphs(exact)
     tell(f"{NUM_REPLAYS} replays of graphs")
-    _check_the_end_of_waiting(exact, stop)
+    _check_the_end_of_waiting(exact, memory.stop)
     tell("waiting ends")
     dist.barrier()
     dist.destroy_process_group()
@@ -151,10 +149,10 @@ def _check_the_end_of_waiting(boxes: PeerBoxes, stop: Tensor) -> None:
     dist.barrier()
     if boxes.rank < boxes.size - 1:
         x_RD, _ = _numbered(boxes, 64, 0)
-        event = torch.cuda.Event()
+        # Copies from the host would wait for the sums.
+        residual_RD, weight_D, event = torch.zeros_like(x_RD), torch.ones(256).cuda(), torch.cuda.Event()
         for rounds in (1, 2):
-            residual_RD = torch.zeros_like(x_RD)
-            peer_sum_rms_norm(x_RD, residual_RD, torch.ones(256).cuda(), eps=EPS, boxes=boxes, rounds=rounds)
+            peer_sum_rms_norm(x_RD, residual_RD, weight_D, eps=EPS, boxes=boxes, rounds=rounds)
         event.record()
         time.sleep(LATE_SECONDS)
         assert not event.query(), "a sum without one of its summands"

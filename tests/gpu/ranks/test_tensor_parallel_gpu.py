@@ -77,7 +77,7 @@ def links(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module", params=SIZES)
 def group(request: pytest.FixtureRequest, links: bool) -> Iterator[TensorParallelGroup]:
     group = TensorParallelGroup.start(request.param, torch.device(DEVICE), links=links)
-    assert DEVICE == "cpu" or (group.shards.stop is not None) is links
+    assert DEVICE == "cpu" or (group.shards.memory is not None) is links
     yield group
     group.close()
 

@@ -25,12 +25,10 @@ def shared_boxes(size: int, width: int, dtype: torch.dtype, monkeypatch: pytest.
     """The boxes of all ranks and the word that ends waiting, in memory that child processes share. Rows hold
     NaN."""
     monkeypatch.setattr(of_boxes, "LARGEST_BYTES", NUM_SLOTS * -(-width * dtype.itemsize // 16) * 16)
-    sizes = of_boxes.box_sizes(size, width, dtype)
-    assert sizes["num_slots"] == NUM_SLOTS
-    made = []
+    counters, made = of_boxes.counters_of(size), []
     for _ in range(size):
-        memory = torch.full((sizes["counters"] + 8 * NUM_SLOTS,), 0xFF, dtype=torch.uint8)
-        memory[sizes["counters"] :] = 0
+        memory = torch.full((counters + 8 * NUM_SLOTS,), 0xFF, dtype=torch.uint8)
+        memory[counters:] = 0
         made.append(memory.share_memory_())
     return [*made, torch.zeros(1, dtype=torch.int32).share_memory_()]
 
@@ -38,7 +36,9 @@ def shared_boxes(size: int, width: int, dtype: torch.dtype, monkeypatch: pytest.
 def rank_of(memory: list[Tensor], rank: int, width: int, dtype: torch.dtype) -> of_boxes.PeerBoxes:
     *pointers, stop = (each.data_ptr() for each in memory)
     device = torch.device("cpu")
-    return of_boxes.make_boxes(rank, width, dtype, pointers=pointers, stop=stop, device=device)
+    boxes = of_boxes.make_boxes(rank, width, dtype, pointers=pointers, stop=stop, device=device)
+    assert boxes.num_slots == NUM_SLOTS
+    return boxes
 
 
 def _run(connection: Connection, memory: list[Tensor], rank: int, width: int, dtype: torch.dtype) -> None:
