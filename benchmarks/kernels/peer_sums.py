@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, numbers, parse_options, save, start
 from idlm.errors import UserError
-from idlm.kernels.peer_sum import open_boxes, peer_sum_rms_norm
+from idlm.kernels.peer_sum import open_memory, peer_sum_rms_norm
 from idlm.kernels.peer_sum.op import num_rounds
 from idlm.kernels.rms_norm import add_rms_norm
 
@@ -52,7 +52,10 @@ def _rank(rank: int, size: int, store: str, options: dict[str, str]) -> None:
     dist.init_process_group("nccl", store=dist.FileStore(store, size), rank=rank, world_size=size)
     hosts, width = dist.new_group(backend="gloo"), int(options["width"])
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    boxes = open_boxes(rank, width, torch.bfloat16, size=size, hosts=hosts, stop=stop)
+    memory = open_memory(rank, size, hosts, stop)
+    assert memory is not None, "GPUs without NVLink"
+    boxes = memory.boxes(width, torch.bfloat16)
+    dist.barrier()
     weight_D, found = torch.ones(width, device="cuda", dtype=torch.bfloat16), []
     for num_rows in numbers(options["rows"]):
         x_RD, residual_RD = torch.zeros(2, num_rows, width, device="cuda", dtype=torch.bfloat16)

@@ -128,10 +128,11 @@ class Shards:
         """These shards with boxes for rows of `width`, if GPUs reach each other; waits for all ranks."""
         if self.memory is None:
             return self
-        # Boxes of an earlier model are no longer in use once all GPUs are idle.
+        # Sums of an earlier model have ended: those of this GPU have got all that is sent to it.
         torch.cuda.synchronize()
+        boxes = self.memory.boxes(width, dtype)
         self.minimum(0)
-        return replace(self, boxes=self.memory.boxes(width, dtype))
+        return replace(self, boxes=boxes)
 
     def stop_waiting(self) -> None:
         """End what GPUs of this process wait for, when a rank is gone: sums are wrong from then on."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_RANKS = 8
-LARGEST_BYTES, LARGEST_ROWS = 8 << 20, 8192
-"""Of a sum."""
+LARGEST_BYTES = 8 << 20
+"""Of all rows of a sum."""
 NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
 LAZY_PEER_ACCESS = 1
@@ -31,8 +31,7 @@ class PeerBoxes:
     """The box of every rank for rows of `width` elements of `dtype`; see README.md.
 
     `addresses` are those of the boxes, `stop` that of an int32 that ends all waiting once it is 1. `turns`
-    (int32) has a value for each of the `num_slots` rows; `counters` is the byte at which a box counts.
-    `owner` keeps the memory."""
+    (int32) has a value for each of the `num_slots` rows. `owner` keeps the memory."""
 
     rank: int
     size: int
@@ -40,11 +39,15 @@ class PeerBoxes:
     dtype: torch.dtype
     num_slots: int
     stride: int
-    counters: int
     addresses: tuple[int, ...]
     stop: int
     turns: Tensor
     owner: object = None
+
+    @property
+    def empty(self) -> int:
+        """An element that has not arrived, as an integer: the bits of minus zero."""
+        return -1 << 8 * self.dtype.itemsize - 1
 
     def holds(self, x_RD: Tensor) -> bool:
         """Whether sums of such rows can use the boxes."""
@@ -61,20 +64,25 @@ class PeerMemory:
     stop: Tensor
 
     def boxes(self, width: int, dtype: torch.dtype) -> PeerBoxes:
-        """The boxes for rows of `width`. No sum of earlier ones is running, on any rank."""
-        return make_boxes(
-            self.rank,
-            width,
-            dtype,
-            pointers=self.addresses,
-            stop=self.stop.data_ptr(),
-            device=torch.device("cuda", self.rank),
-            owner=self,
+        """The boxes for rows of `width`, of which the own is empty then. This GPU is idle, and no rank sums
+        before all have their boxes."""
+        device, stop = torch.device("cuda", self.rank), self.stop.data_ptr()
+        boxes = make_boxes(
+            self.rank, width, dtype, pointers=self.addresses, stop=stop, device=device, owner=self
         )
+        empty = boxes.empty & 0xFFFFFFFF if dtype.itemsize == 4 else (boxes.empty & 0xFFFF) * 0x10001
+        own, num_words = (
+            ctypes.c_uint64(self.addresses[self.rank]),
+            ctypes.c_size_t(box_bytes(boxes.size) // 4),
+        )
+        status = _driver().cuMemsetD32_v2(own, ctypes.c_uint32(empty), num_words)
+        assert status == 0, f"cuMemsetD32: {status=}"
+        torch.cuda.synchronize(device)
+        return boxes
 
 
-def counters_of(size: int) -> int:
-    """The byte at which a box of `size` ranks counts."""
+def box_bytes(size: int) -> int:
+    """Of a box for `size` ranks."""
     return 2 * size * LARGEST_BYTES
 
 
@@ -88,10 +96,10 @@ def make_boxes(
     device: torch.device,
     owner: object = None,
 ) -> PeerBoxes:
-    """The boxes of all ranks at these addresses. They count nothing yet."""
+    """The boxes of all ranks at these addresses."""
     per_16_bytes = 16 // dtype.itemsize
     stride = -(-width // per_16_bytes) * per_16_bytes
-    num_slots = min(LARGEST_ROWS, LARGEST_BYTES // (stride * dtype.itemsize))
+    num_slots = LARGEST_BYTES // (stride * dtype.itemsize)
     return PeerBoxes(
         rank=rank,
         size=len(pointers),
@@ -99,7 +107,6 @@ def make_boxes(
         dtype=dtype,
         num_slots=num_slots,
         stride=stride,
-        counters=counters_of(len(pointers)),
         addresses=tuple(pointers),
         stop=stop,
         turns=torch.zeros(num_slots, dtype=torch.int32, device=device),
@@ -107,9 +114,13 @@ def make_boxes(
     )
 
 
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def reaches_all(rank: int, size: int) -> bool:
-    """Whether GPU `rank` can write and count in the memory of the first `size` GPUs."""
-    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    """Whether GPU `rank` is linked with the first `size` GPUs: atomics work over NVLink alone."""
+    driver, value = _driver(), ctypes.c_int()
     for peer in set(range(size)) - {rank}:
         if not torch.cuda.can_device_access_peer(rank, peer):
             return False
@@ -125,17 +136,13 @@ def open_memory(rank: int, size: int, hosts: dist.ProcessGroup | None, stop: Ten
     one, or the system does not let processes share memory.
 
     It is allocated without torch, whose allocators can make memory that no other process can open."""
-    driver, own, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
-    num_bytes = ctypes.c_size_t(counters_of(size) + 2 * LARGEST_ROWS * torch.int32.itemsize)
+    driver, own, handle = _driver(), ctypes.c_uint64(), _Handle()
     # Makes the GPU's context the current one of this thread.
     torch.cuda.synchronize(rank)
     is_shared = reaches_all(rank, size) and not (
-        driver.cuMemAlloc_v2(ctypes.byref(own), num_bytes)
-        or driver.cuMemsetD8_v2(own, 0, num_bytes)
+        driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(box_bytes(size)))
         or driver.cuIpcGetMemHandle(ctypes.byref(handle), own)
     )
-    # Others count in it as soon as all are here.
-    torch.cuda.synchronize(rank)
     addresses = []
     for peer, theirs in enumerate(_of_all(bytes(handle) if is_shared else b"", size, hosts)):
         address = ctypes.c_uint64(own.value if peer == rank else 0)

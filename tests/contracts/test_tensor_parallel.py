@@ -315,9 +315,6 @@ class _Driver:
         address._obj.value = next(self.places)
         return 0
 
-    def cuMemsetD8_v2(self, address: Any, value: int, num_bytes: Any) -> int:
-        return 0
-
     def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
         handle._obj.content[0] = address.value
         return 0

@@ -53,6 +53,7 @@ def _rank(rank: int, size: int, store: str) -> None:
     start_time = time.monotonic()
     for width, dtype in WIDTHS:
         boxes = memory.boxes(width, dtype)
+        dist.barrier()
         calls = [
             *CALLS,
             (64, None),
@@ -61,10 +62,10 @@ def _rank(rank: int, size: int, store: str) -> None:
             (1, None),
         ]
         found = check_sums(boxes, calls, before=lambda number: _be_late(number, rank, size))
-        # All GPUs are idle when other boxes begin.
         _assert_equal_on_all_ranks(found, size)
         tell(f"{len(calls)} sums of {width} columns")
     exact = memory.boxes(256, torch.float32)
+    dist.barrier()
     _check_many(exact)
     tell(f"{MANY_CALLS} sums in a row")
     _check_graphs(exact)
