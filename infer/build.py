@@ -150,7 +150,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         return parts
     from idlm.infer.runtime.graphs.warm_up import warm_up
 
-    return dataclasses.replace(parts, ahead=warm_up(parts, is_alone=shards.size == 1, assemble=_assemble))
+    return dataclasses.replace(parts, ahead=warm_up(parts, shards=shards, assemble=_assemble))
 
 
 def _assemble(

@@ -140,9 +140,8 @@ class EngineSettings:
 
     @property
     def warms_up(self) -> bool:
-        """Whether graphs are captured before the first request. Neither clock, memory nor files of ranks that
-        share a model may decide which: they capture all graphs or none."""
-        return self.warmup == "full" or (self.warmup == "auto" and self.tensor_parallel == 1)
+        """Whether graphs are captured before the first request."""
+        return self.warmup != "off"
 
     def options(self) -> dict[str, Any]:
         """The settings as keywords of `Engine.from_pretrained`."""

@@ -18,8 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idlm.contracts import Completion, SamplingParams
+from idlm.infer import build
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
+from idlm.infer.runtime.graphs import pass_shape as buckets
+from idlm.infer.runtime.graphs import shapes_ahead, warm_up
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import DroppedRows, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
@@ -263,3 +268,57 @@ class Shortage(TorchDispatchMode):
                 self.num_failed += 1
                 raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails on purpose")
         return result
+
+
+PER_ROW = 1e-4
+"""Seconds per row of the clock that stands for the GPU's."""
+
+
+class _Graph:
+    """What stands for a captured graph."""
+
+    def __init__(self, step: StaticStep, shape: PassShape) -> None:
+        self.graph, self.columns = self, None
+        self.result: Any = None
+        self.fed: Any = None
+        self.columns_3B: Tensor = step._no_sequences(shape)
+        self._step, self._shape = step, shape
+
+    def replay(self) -> None:
+        """Run the pass of the shape on the columns as they are now."""
+        batch = self._step._batch(self._shape, self.columns_3B)
+        if self._shape.decides:
+            self.result = self._step._step(batch)
+        else:
+            self.fed = self._step._step.feed(batch)
+
+
+class Stream:
+    """What stands for a stream; other code names the class in annotations."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing runs beside the host."""
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture graphs on a CPU too."""
+
+    def capture(self: StaticStep, shape: PassShape, **_: Any) -> _Graph:
+        graph = _Graph(self, shape)
+        graph.replay()
+        return graph
+
+    def step_of(settings: Any, model: Any, step: Any) -> StaticStep:
+        rows = warm_up.eager_rows(model)
+        return StaticStep(step, spare_lane=settings.max_sequences, captures=True, eager_rows=rows)
+
+    monkeypatch.setattr(StaticStep, "_capture", capture)
+    monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(build, "_step", step_of)
+    # A model this small would have graphs of passes with any number of rows.
+    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))

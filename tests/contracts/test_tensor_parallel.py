@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import signal
 import threading
@@ -22,7 +23,9 @@ from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import Shards
+from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.kernels.peer_sum import boxes
 from idlm.semantics import Semantics
@@ -36,6 +39,7 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
+    simulate_graphs,
     write_foreseeing_toy,
 )
 from tests.interrupts import ctrl_c_raises
@@ -282,6 +286,32 @@ def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
         assert is_free.wait(0.6) != is_noticed
 
 
+def test_ranks_agree_on_when_a_warm_up_stops(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 soon has no memory; rank 0 has."""
+    prompts, enough = prompts_of([1, 7, 20, 3], vocab_size=CYCLE), itertools.count()
+    warm, built = warm_up.warm_up, dict[bool, set[PassShape]]()
+
+    def memory(device: torch.device) -> tuple[int, int]:
+        is_driver = threading.current_thread() is threading.main_thread()
+        return (1 << 30 if is_driver or next(enough) < 12 else 0), 1 << 30
+
+    def noting(parts: Any, **options: Any) -> Any:
+        done = warm(parts, **options)
+        built[options["shards"].rank == 0] = set(parts.step._graphs)
+        return done
+
+    simulate_graphs(monkeypatch)
+    monkeypatch.setattr(warm_up, "memory_bytes", memory)
+    monkeypatch.setattr(warm_up, "warm_up", noting)
+    expected = clear_answers(build_engine(foreseeing, "ar", graphs="off"), prompts, greedy(max_tokens=20))
+    with group_of_threads(2) as group:
+        engine = group_engine(group, foreseeing, "ar", graphs="on", warmup="auto", num_inflight_steps=4)
+        assert built[True] == built[False] and 1 < len(built[True]) < engine._parts.ahead.num_wanted
+        found = engine.generate(prompts, greedy(max_tokens=20))
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+        assert engine.metrics()["graphs_captured_in_traffic"] == 0
+
+
 def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
     with group_of_threads(3) as group, pytest.raises(UserError, match="IDLM-0423"):
         group_engine(group, foreseeing, "ar")
@@ -309,10 +339,10 @@ class _Driver:
     """Of CUDA, whose memory of two ranks is at 16 and 17; that at `closed` opens in no other process."""
 
     def __init__(self, closed: int) -> None:
-        self.closed, self.places, self.freed = closed, iter((16, 17)), list[int]()
+        self.closed, self.addresses, self.freed = closed, iter((16, 17)), list[int]()
 
     def cuMemAlloc_v2(self, address: Any, num_bytes: Any) -> int:
-        address._obj.value = next(self.places)
+        address._obj.value = next(self.addresses)
         return 0
 
     def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import Constraint, SamplingParams
-from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import cuda_graphs as graphs
@@ -27,12 +26,15 @@ from idlm.infer.state.batch import BlockLimits, PassRows
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
+    PER_ROW,
+    Stream,
     answers,
     assert_idle,
     build_engine,
     clear_answers,
     greedy,
     prompts_of,
+    simulate_graphs,
     write_foreseeing_toy,
 )
 from tests.toy import write_spelling_toy
@@ -40,57 +42,11 @@ from tests.toy import write_spelling_toy
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 LETTERS = Constraint(kind="regex", text="(foo|bar)+[0-9]{3,8}")
 CAPTURE = StaticStep._capture
-PER_ROW = 1e-4
-"""Seconds per row of the clock that stands for the GPU's."""
-
-
-class _Graph:
-    """What stands for a captured graph."""
-
-    def __init__(self, step: StaticStep, shape: PassShape) -> None:
-        self.graph, self.columns = self, None
-        self.result: Any = None
-        self.fed: Any = None
-        self.columns_3B: Tensor = step._no_sequences(shape)
-        self._step, self._shape = step, shape
-
-    def replay(self) -> None:
-        """Run the pass of the shape on the columns as they are now."""
-        batch = self._step._batch(self._shape, self.columns_3B)
-        if self._shape.decides:
-            self.result = self._step._step(batch)
-        else:
-            self.fed = self._step._step.feed(batch)
-
-
-class _Stream:
-    """What stands for a stream; other code names the class in annotations."""
-
-    def __init__(self, device: torch.device) -> None:
-        del device
-
-    def wait_stream(self, other: _Stream) -> None:
-        """Nothing runs beside the host."""
 
 
 @pytest.fixture(autouse=True)
 def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def capture(self: StaticStep, shape: PassShape, **_: Any) -> _Graph:
-        graph = _Graph(self, shape)
-        graph.replay()
-        return graph
-
-    def step_of(settings: Any, model: Any, step: Any) -> StaticStep:
-        rows = warm_up.eager_rows(model)
-        return StaticStep(step, spare_lane=settings.max_sequences, captures=True, eager_rows=rows)
-
-    monkeypatch.setattr(StaticStep, "_capture", capture)
-    monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(build, "_step", step_of)
-    # A model this small would have graphs of passes with any number of rows.
-    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))
+    simulate_graphs(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -257,7 +213,7 @@ def test_a_capture_in_traffic_has_the_memory_that_the_pass_before_it_has_freed(
     class Graph:
         capture_begin, capture_end = notes("begin"), notes("end")
 
-    stream = _Stream(torch.device("cpu"))
+    stream = Stream(torch.device("cpu"))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, notes(name))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)

@@ -266,7 +266,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineP
         warmup=arm.warmup,
         attention="triton" if captures else "auto",
     )
-    return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts, is_alone=True))
+    return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts))
 
 
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:

@@ -24,6 +24,7 @@ import torch
 from idlm import __version__
 from idlm.devices import is_out_of_memory
 from idlm.infer.decoders.base import rows_by_mode
+from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.models.loader import LoadedModel, make_trunk, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
@@ -55,32 +56,33 @@ def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
 
 
 def warm_up(
-    parts: EngineParts, *, is_alone: bool, assemble: Callable[..., EngineParts] | None = None
+    parts: EngineParts, *, shards: Shards = ALONE, assemble: Callable[..., EngineParts] | None = None
 ) -> WarmUp:
     """Capture ahead what `parts` may need, as `warmup` of its settings says, and give the stride controller
     the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile kernels first.
-    Not `is_alone`: a rank of several, whose clock, memory and files decide nothing."""
+    Ranks that share a model (`shards`) capture the same graphs: they agree on when to stop and on
+    `eager_rows`, and use no recorded times, which not all may have."""
     step, settings, device = parts.step, parts.settings, parts.table.device
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
-    path = cache_file(timing_key(parts)) if _needs_times(parts) else None
-    known = read_times(path) if path is not None and is_alone else {}
+    # The last rank may have fewer rows of the head.
+    step.eager_rows = shards.minimum(step.eager_rows)
+    path = cache_file(timing_key(parts)) if _needs_times(parts) and shards.size == 1 else None
+    known = read_times(path) if path is not None else {}
     ahead = ShapesAhead(
         decoder=parts.decoder,
         max_sequences=settings.max_sequences,
         max_length=parts.table.max_length,
         max_prompt_rows=settings.row_budget,
     )
-    work = _Work(
-        parts=parts, step=step, ahead=ahead, is_alone=is_alone, min_memory=free // 2, times=dict(known)
-    )
-    if assemble is not None and is_alone and is_plain(parts):
+    work = _Work(parts=parts, step=step, ahead=ahead, shards=shards, min_memory=free // 2, times=dict(known))
+    if assemble is not None and is_plain(parts):
         work.compile(assemble)
     try:
         work.capture()
     except RuntimeError as error:
-        if not is_out_of_memory(error) or not is_alone:
+        if not is_out_of_memory(error) or shards.size > 1:
             raise
         get_logger(__name__).warning("warm-up: no memory for more graphs: %s", error)
     step.is_warm = len(work.captured) > 0
@@ -88,10 +90,10 @@ def warm_up(
     if device.type == "cuda":
         # What the stream of first passes has freed.
         torch.cuda.empty_cache()
-    if path is not None and work.times:
+    if work.times:
         set_step_times(parts, work.times)
-        if is_alone and work.times != known and work.times.keys() >= work.timed.keys():
-            write_times(path, work.times)
+    if path is not None and work.times != known and work.times.keys() >= work.timed.keys():
+        write_times(path, work.times)
     done = WarmUp(
         num_graphs=len(work.captured),
         num_wanted=min(len(work.shapes), MAX_CUDA_GRAPHS),
@@ -113,7 +115,7 @@ class _Work:
     parts: EngineParts
     step: StaticStep
     ahead: ShapesAhead
-    is_alone: bool
+    shards: Shards
     min_memory: int
     times: dict[tuple[int, int], float]
     shapes: list[PassShape] = field(default_factory=list)
@@ -148,9 +150,9 @@ class _Work:
         for shape in prompts:
             if self._may_continue():
                 step.run(shape)
-        if prompts and self.is_alone and is_cuda:
+        if prompts and is_cuda:
             self.launch_seconds = _launch_seconds(step, prompts[-1])
-            step.eager_rows = eager_rows(parts.model, self.launch_seconds)
+            step.eager_rows = self.shards.minimum(eager_rows(parts.model, self.launch_seconds))
         drops_rows, ahead = parts.drops_rows, self.ahead
         self.shapes = ahead.with_capacity() if drops_rows else ahead.captured(step.eager_rows)
         self.timed = self.ahead.timed() if _needs_times(parts) else {}
@@ -196,7 +198,7 @@ class _Work:
         yield from (shape for shape in self.shapes if shape in timed)
         others = [shape for shape in self.shapes if shape not in timed]
         controller = self.parts.stride_controller
-        if controller is not None and self.times and self.is_alone:
+        if controller is not None and self.times and self.shards.size == 1:
             set_step_times(self.parts, self.times)
             likely = functools.cache(controller.likely_modes)
             others.sort(key=lambda shape: shape.mode not in likely(shape.num_sequences))
@@ -204,7 +206,7 @@ class _Work:
 
     def _may_continue(self) -> bool:
         has_memory = memory_bytes(self.parts.table.device)[0] >= self.min_memory
-        return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
+        return bool(self.shards.minimum(int(has_memory and time.monotonic() <= self.end_time)))
 
 
 def _needs_times(parts: EngineParts) -> bool:
@@ -264,7 +266,7 @@ def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> St
     """The step of an engine like `parts` of one layer on the meta device, whose kernels are the same
     variants."""
     model, device = parts.model, torch.device("meta")
-    spec = replace(model.spec, num_layers=1)
+    spec = replace(model.local, num_layers=1)
     trunk = make_trunk(spec, device=device, dtype=model.dtype)
     model = replace(model, trunk=trunk, spec=spec, local=spec, device=device)
     settings = replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)

@@ -23,6 +23,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup, create_worker
 from idlm.infer.engine import Engine
+from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
@@ -185,6 +186,20 @@ def test_an_adapter_keeps_its_bases_answers(group: TensorParallelGroup, toy: Pat
     engine = _several(group, adapter, "isd", stride=4)
     found = _clear(engine.generate(prompts, greedy(max_tokens=24)), is_clear)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
+    _compare(engine)
+
+
+def test_ranks_warm_up_until_the_time_of_one_is_over(
+    group: TensorParallelGroup, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "AUTO_SECONDS", 5.0)
+    prompts = prompts_of([1, 7, 30])
+    expected = clear_answers(_one(toy, "ar"), prompts, greedy(max_tokens=24))
+    engine = _several(group, toy, "isd", stride=4, warmup="auto")
+    assert DEVICE == "cpu" or engine.metrics()["graphs_captured_ahead"] > 8
+    found = engine.generate(prompts, greedy(max_tokens=24))
+    assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
     _compare(engine)
 
 
