@@ -55,7 +55,7 @@ def _rank(rank: int, size: int, store: str, options: dict[str, str]) -> None:
     memory = open_memory(rank, size, hosts, stop)
     assert memory is not None, "GPUs without NVLink"
     boxes = memory.boxes(width, torch.bfloat16)
-    dist.barrier()
+    dist.barrier(hosts)
     weight_D, found = torch.ones(width, device="cuda", dtype=torch.bfloat16), []
     for num_rows in numbers(options["rows"]):
         x_RD, residual_RD = torch.zeros(2, num_rows, width, device="cuda", dtype=torch.bfloat16)
@@ -81,7 +81,7 @@ def _rank(rank: int, size: int, store: str, options: dict[str, str]) -> None:
             )
     if rank == 0:
         save("peer_sums", found, options)
-    dist.barrier()
+    dist.barrier(hosts)
     dist.destroy_process_group()
 
 

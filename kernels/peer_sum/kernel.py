@@ -158,7 +158,7 @@ def _num_missing(p_row, next_source, m_column, EMPTY: tl.constexpr, SKIP: tl.con
         if source != SKIP:
             bits = tl.load(p_row + source * next_source, mask=m_column, other=0, volatile=True)
             num += (bits == EMPTY).to(tl.int32)
-    # All threads of a program get the same.
+    # All threads of a program get the same, because each has columns of its own.
     return tl.max(num, axis=0)
 
 
@@ -171,7 +171,7 @@ def _await(p_row, next_source, m_column, stop, EMPTY: tl.constexpr, SKIP: tl.con
         num_missing = _num_missing(p_row, next_source, m_column, EMPTY, SKIP, SIZE)
         polls += 1
         if polls % STOP_POLLS == 0:
-            p_stop = stop.to(tl.pointer_type(tl.int32)) + tl.zeros([32], tl.int32)
+            p_stop = stop.to(tl.pointer_type(tl.int32)) + tl.zeros(m_column.shape, tl.int32)
             num_missing *= 1 - tl.max(tl.load(p_stop, volatile=True), axis=0)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from idlm.kernels.backend import has_pdl, pdl_options
 from idlm.kernels.peer_sum.boxes import MAX_RANKS, PeerBoxes
 
+NUM_WARPS = 8
 ROUND_BYTES = 1 << 20
 """That a link sends in the time that a second round of writing and waiting takes."""
 
@@ -51,8 +52,10 @@ def peer_sum_rms_norm(
             RANK=boxes.rank,
             SIZE=boxes.size,
             TWO_ROUNDS=rounds == 2,
-            BLOCK_D=1 << (D - 1).bit_length(),
-            num_warps=8,
+            # Each thread has columns of its own: threads that read the same ones could differ in what has
+            # arrived.
+            BLOCK_D=max(NUM_WARPS * 32, 1 << (D - 1).bit_length()),
+            num_warps=NUM_WARPS,
             **pdl_options(has_pdl(x_RD.device) if pdl is None else pdl),
         )
     return normed_RD, residual_RD
