@@ -67,8 +67,7 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
     if rows_BJ.numel():
         kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_half_tiles,)](
             *(probs.tensors(), store, lanes_B, active_B, rows_BJ),
-            *(probs.logits_XV.stride(0), num_tokens, shape.num_chunks, shape.num_half_tiles),
-            rows_BJ.shape[1],
+            (probs.logits_XV.stride(0), num_tokens, shape.num_chunks, shape.num_half_tiles, rows_BJ.shape[1]),
             TILE=shape.half_tile,
             CHUNK=shape.chunk,
             num_warps=probs.tuning.num_warps,
@@ -108,12 +107,13 @@ def verify(
     values_FB = torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints)
     token_ids_BA = torch.empty(num_sequences, num_masks + 1, **ints)
     draft_rows_BJ = torch.empty(num_sequences, num_masks, **ints)
+    strides = (probs.logits_XV.stride(0), uniforms_BJ.stride(0))
     if num_sequences:
         kernel_verify.verify_kernel[(num_sequences,)](
             *(probs.tensors(), store, columns, tables, uniforms_BJ),
             (values_FB, token_ids_BA, draft_rows_BJ),
-            *(probs.logits_XV.stride(0), uniforms_BJ.stride(0)),
-            *(probs.logits_XV.shape[1], probs.masses_XC.shape[1], num_sequences, num_masks),
+            (*strides, probs.logits_XV.shape[1], probs.masses_XC.shape[1], num_masks),
+            num_sequences,
             MASKS=triton.next_power_of_2(max(1, num_masks)),
             CHUNK=ChunkShape(probs.logits_XV.shape[1], probs.tuning).chunk,
             num_warps=1,
@@ -157,8 +157,8 @@ def emit_and_draft(
     if num_masks:
         kernel_verify.residual_kernel[(num_sequences * shape.num_half_tiles,)](
             *(probs.tensors(), store, lanes_B, verdict.values_FB, excess_BC),
-            *(probs.logits_XV.stride(0), num_tokens, shape.num_chunks, shape.num_half_tiles),
-            *(num_sequences, num_masks),
+            (probs.logits_XV.stride(0), num_tokens, shape.num_chunks, shape.num_half_tiles, num_masks),
+            num_sequences,
             TILE=shape.half_tile,
             CHUNK=shape.chunk,
             num_warps=probs.tuning.num_warps,
@@ -167,8 +167,8 @@ def emit_and_draft(
         *(probs.tensors(), store),
         (verdict.values_FB, verdict.token_ids_BA, verdict.draft_rows_BJ),
         *(lanes_B, excess_BC, uniforms_BA, state),
-        *(probs.logits_XV.stride(0), uniforms_BA.stride(0)),
-        *(num_tokens, shape.num_chunks, num_sequences, num_masks),
+        (probs.logits_XV.stride(0), uniforms_BA.stride(0), num_tokens, shape.num_chunks, num_masks),
+        num_sequences,
         TAKES_BEST=takes_best,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,

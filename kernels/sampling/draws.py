@@ -112,7 +112,7 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](
             *(probs.tensors(), rows_B, uniforms_B, out_B),
-            *(probs.logits_XV.stride(0), uniforms_B.stride(0), probs.logits_XV.shape[1], shape.num_chunks),
+            (probs.logits_XV.stride(0), uniforms_B.stride(0), probs.logits_XV.shape[1], shape.num_chunks),
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
             num_warps=4,
@@ -143,11 +143,11 @@ def judged_draws(
     shape, device = ChunkShape(num_tokens, probs.tuning), probs.logits_XV.device
     ids_X = torch.empty(num_rows, dtype=torch.int64, device=device)
     confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
+    rows_per_lane = 1 if lanes_B is None else num_rows // max(1, len(lanes_B))
     if num_rows:
         kernel.judged_kernel[(num_rows,)](
             *(probs.tensors(), uniforms_X, temperature, lanes_B, takes_best_X, (ids_X, confidence_X)),
-            *(probs.logits_XV.stride(0), num_tokens, shape.num_chunks),
-            1 if lanes_B is None else num_rows // len(lanes_B),
+            (probs.logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane),
             ALWAYS_OWN=always_own,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,

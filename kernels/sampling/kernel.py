@@ -108,10 +108,7 @@ def stats_kernel(
     p_max,
     p_masses,
     own,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    num_tiles,
+    sizes,
     rows_per_lane,
     forbidden,
     LOWEST: tl.constexpr,
@@ -123,6 +120,7 @@ def stats_kernel(
 
     FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. `own`: also the weight, and the sum
     of weight times logit, relative to the largest, at temperature 1."""
+    row_stride, num_tokens, num_chunks, num_tiles = sizes
     i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane)))
@@ -196,20 +194,10 @@ def draw_token(
 
 
 @triton.jit
-def draw_kernel(
-    probs,
-    p_rows,
-    p_uniforms,
-    p_out,
-    row_stride,
-    uniform_stride,
-    num_tokens,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def draw_kernel(probs, p_rows, p_uniforms, p_out, sizes, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """Draw one token of one row; 0 for row -1."""
     p_logits, p_numbers, p_masses = probs
+    row_stride, uniform_stride, num_tokens, num_chunks = sizes
     i_draw = tl.program_id(0).to(tl.int64)
     row = tl.load(p_rows + i_draw).to(tl.int64)
     token = tl.zeros((), tl.int32)
@@ -229,10 +217,7 @@ def judged_kernel(
     p_lanes,
     p_takes_best,
     out,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    rows_per_lane,
+    sizes,
     ALWAYS_OWN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -240,6 +225,7 @@ def judged_kernel(
     """One token of one row, drawn or the best, and its probability (the row's or the model's own)."""
     p_logits, p_numbers, p_masses = probs
     p_out, p_confidence = out
+    row_stride, num_tokens, num_chunks, rows_per_lane = sizes
     i_row = tl.program_id(0).to(tl.int64)
     p_row, p_row_numbers = p_logits + i_row * row_stride, p_numbers + i_row * NUM_NUMBERS
     takes_best = 0

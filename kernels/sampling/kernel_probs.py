@@ -216,9 +216,7 @@ def probs_kernel(
     own,
     p_numbers,
     scratch,
-    row_stride,
-    num_tokens,
-    num_chunks,
+    sizes,
     rows_per_lane,
     KEY_SHIFT: tl.constexpr,
     TUNING: tl.constexpr,
@@ -228,6 +226,7 @@ def probs_kernel(
 ):
     """The numbers of a row and the kept masses of its chunks, which replace those of the statistics."""
     i_row = tl.program_id(0).to(tl.int64)
+    row_stride, num_tokens, num_chunks = sizes
     p_temperature, p_top_k, p_top_p, p_min_p = settings
     setting = setting_of(p_lanes, i_row, rows_per_lane)
     temperature = tl.load(p_temperature + setting)

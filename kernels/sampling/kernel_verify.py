@@ -37,12 +37,8 @@ def verify_kernel(
     tables,
     p_uniforms,
     verdict,
-    row_stride,
-    uniform_stride,
-    num_tokens,
-    num_chunks,
+    sizes,
     num_sequences,
-    num_masks,
     MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -50,6 +46,7 @@ def verify_kernel(
     p_logits, p_numbers = probs[0], probs[1]
     p_lanes, p_first, p_active, p_drafts, p_tau, p_layout = columns
     p_verdict, p_tokens, p_rows = verdict
+    row_stride, uniform_stride, num_tokens, num_chunks, num_masks = sizes
     i_sequence = tl.program_id(0).to(tl.int64)
     is_active = tl.load(p_active + i_sequence).to(tl.int32) != 0
     p_out = p_verdict + i_sequence
@@ -111,22 +108,11 @@ def excess(row, draft, o_token, m_token, m_stored):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def residual_kernel(
-    probs,
-    store,
-    p_lanes,
-    p_verdict,
-    p_excess,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    num_tiles,
-    num_sequences,
-    num_masks,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    probs, store, p_lanes, p_verdict, p_excess, sizes, num_sequences, TILE: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Mass of max(0, p - q) in each of TILE chunks, for sequences with a rejected draft."""
     p_logits, p_numbers, p_masses = probs
+    row_stride, num_tokens, num_chunks, num_tiles, num_masks = sizes
     i_sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     if tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0:
@@ -169,12 +155,8 @@ def emit_kernel(
     p_excess,
     p_uniforms,
     state,
-    row_stride,
-    uniform_stride,
-    num_tokens,
-    num_chunks,
+    sizes,
     num_sequences,
-    num_masks,
     TAKES_BEST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -184,6 +166,7 @@ def emit_kernel(
     p_logits, p_numbers, p_masses = probs
     p_verdict, p_tokens, p_rows = verdict
     p_drafts, p_layout = state
+    row_stride, uniform_stride, num_tokens, num_chunks, num_masks = sizes
     i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
     i_draw = tl.program_id(0) % (num_masks + 1)
     emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
@@ -232,22 +215,10 @@ def emit_kernel(
 
 
 @triton.jit
-def put_kernel(
-    probs,
-    store,
-    p_lanes,
-    p_active,
-    p_rows,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    num_tiles,
-    num_masks,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def put_kernel(probs, store, p_lanes, p_active, p_rows, sizes, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """Copy TILE chunks of one draft row, those that have mass, and its numbers to the sequence's lane."""
     p_logits, p_numbers, p_masses = probs
+    row_stride, num_tokens, num_chunks, num_tiles, num_masks = sizes
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     i_sequence = i_draft // num_masks

@@ -94,15 +94,14 @@ def _launched_row_probs(
     probs = RowProbs(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
     if num_rows == 0:
         return probs
-    sizes = (num_tokens, shape.num_chunks)
+    sizes = (logits_XV.stride(0), num_tokens, shape.num_chunks)
     rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
     max_XC = torch.empty_like(masses_XC)
     own_XC = tuple(torch.empty(2, *max_XC.shape, device=device)) if own else None
     statistics = (max_XC, masses_XC, own_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         *(logits_XV, settings[0], lanes_B, *statistics),
-        *(logits_XV.stride(0), *sizes, shape.num_tiles, rows_per_lane),
-        -1 if forbidden_id is None else forbidden_id,
+        *((*sizes, shape.num_tiles), rows_per_lane, -1 if forbidden_id is None else forbidden_id),
         LOWEST=torch.finfo(logits_XV.dtype).min,
         FORBIDS=forbidden_id is not None,
         TILE=shape.tile,
@@ -111,8 +110,7 @@ def _launched_row_probs(
     )
     kernel_probs.probs_kernel[(num_rows,)](
         *(logits_XV, settings, lanes_B, *statistics, numbers_XF),
-        _scratch(probs) if filters else None,
-        *(logits_XV.stride(0), *sizes, rows_per_lane),
+        *(_scratch(probs) if filters else None, sizes, rows_per_lane),
         KEY_SHIFT=KEY_SHIFTS[logits_XV.dtype],
         TUNING=tuning,
         GROUP=min(tuning.group, shape.chunks),
