@@ -10,20 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_RD,
-    residual_RD,
-    weight_D,
-    normed_RD,
-    stride_x,
-    stride_residual,
-    stride_normed,
-    D,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    x_RD, residual_RD, weight_D, normed_RD, strides, D, eps, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):
-    """normed = rms_norm(x + residual) * weight of one row; the sum replaces the residual."""
+    """normed = rms_norm(x + residual) * weight of one row; the sum replaces the residual, if there is one.
+    `strides`: of rows of x, the residual and the result."""
+    stride_x, stride_residual, stride_normed = strides
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -33,7 +24,7 @@ def add_rms_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_RD + row * stride_x + o_column, mask=m_column, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_RD is not None:
         p_residual = residual_RD + row * stride_residual + o_column
         residual = tl.load(p_residual, mask=m_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)

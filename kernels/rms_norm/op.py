@@ -37,9 +37,8 @@ def add_rms_norm(
     num_rows, D = x_RD.shape
     if num_rows:
         add_rms_norm_kernel[(num_rows,)](
-            *(x_RD, sum_RD, weight_D, normed_RD),
-            *(x_RD.stride(0), sum_RD.stride(0), normed_RD.stride(0), D, eps),
-            HAS_RESIDUAL=residual_RD is not None,
+            *(x_RD, residual_RD, weight_D, normed_RD),
+            *((x_RD.stride(0), sum_RD.stride(0), normed_RD.stride(0)), D, eps),
             BLOCK_D=triton.next_power_of_2(D),
             num_warps=8,
             **pdl_options(has_pdl(x_RD.device) if pdl is None else pdl),

@@ -68,7 +68,7 @@ def restrict(
         return
     kernel_bits.restrict_kernel[(only_MD.numel() * shape.num_half_tiles,)](
         *(store, lanes_M, bits_MAW, only_MD),
-        *(num_tokens, bits_MAW.shape[2], shape.num_chunks, shape.num_half_tiles),
+        (num_tokens, bits_MAW.shape[2], shape.num_chunks, shape.num_half_tiles),
         *(num_masks, only_MD.shape[1], bits_MAW.shape[1]),
         TILE=shape.half_tile,
         CHUNK=shape.chunk,

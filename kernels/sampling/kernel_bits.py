@@ -54,10 +54,7 @@ def restrict_kernel(
     p_lanes,
     p_bits,
     p_only,
-    num_tokens,
-    num_words,
-    num_chunks,
-    num_tiles,
+    sizes,
     num_masks,
     num_drafts,
     num_rows,
@@ -66,6 +63,7 @@ def restrict_kernel(
 ):
     """Forbid tokens in TILE chunks of one stored draft; or leave one token alone, of weight 1."""
     p_store, p_store_numbers, p_store_masses = store
+    num_tokens, num_words, num_chunks, num_tiles = sizes
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_sequence, index = i_draft // num_drafts, i_draft % num_drafts
     slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + index

@@ -303,20 +303,23 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
     types |= {"is_mask_R": "*i1"}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
-    lora = Integers(types | {"sizes": ("i32",) * 3, "strides": ("i32",) * 4})
+    of_kernels = {
+        expand_kernel: Integers(types | {"sizes": ("i32",) * 3, "strides": ("i32",) * 4}),
+        add_rms_norm_kernel: Integers(types | {"strides": ("i32",) * 3}),
+    }
     heads = {"N": 32, "K": 8, "HALF": 64}
     # How often a thread reads ahead of its wait, which is what no kernel of the chain writes, and whether the
     # next kernel may launch before.
     for kernel, warps, num_ahead, is_early, constants in (
-        (add_rms_norm_kernel, 4, 4, True, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
+        (add_rms_norm_kernel, 4, 4, True, {"BLOCK_D": 4096}),
         (swiglu_kernel, 4, 0, False, {"BLOCK_F": 1024}),
         (qkv_rope_cache_kernel, 4, 9, True, {**heads, "BLOCK_J": 4, "BLOCK_h": 64}),
         (expand_kernel, WARPS, 11, False, {**products, "out_RF": None}),
         (expand_kernel, WARPS, 12, False, products),
     ):
         options = {"num_warps": warps, **rounds_as_written()}
-        types = lora if kernel is expand_kernel else types
-        made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, **options)
+        of_kernel = of_kernels.get(kernel, types)
+        made = compile_for_hopper(kernel, of_kernel, {**constants, "PDL": True}, **options)
         assert made.spilled_bytes == 0, kernel
         assert 4 * made.shared_bytes <= SHARED_BYTES and made.registers <= 128, "four programs do not fit"
         ahead, _, after = made.ptx.partition("griddepcontrol.wait")
