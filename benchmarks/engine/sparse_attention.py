@@ -216,9 +216,9 @@ class SteadyContexts(SteadyBlocks):
         runner: Any = self.engine._parts.runner
         if self.arm.name == "quest":
             # Nothing has stored the context's keys, so nothing has summarised them: ties would be listed.
-            bounds = runner._stack.kv.bounds
-            bounds.largest.normal_().abs_()
-            bounds.minimum.normal_().abs_().neg_()
+            for bounds in runner._stack.kv.bounds:
+                bounds.largest_CKH.normal_().abs_()
+                bounds.min_CKH.normal_().abs_().neg_()
         self.start_requests()
         self.run_passes(self.arm.num_passes + WARM_UP_PASSES)
         self.drain()
@@ -326,10 +326,10 @@ def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torc
     runner: Any = steady.engine._parts.runner
     make_plan, is_listed = runner._plan_attention, False
 
-    def watched_plan(table: Any, plan: Any, lists: Any = None) -> Any:
+    def watched_plan(table: Any, plan: Any, listed_B: Any = None, num_listed: int = 0) -> Any:
         nonlocal is_listed
-        is_listed = lists is not None and bool(lists.listed_B.all())
-        return make_plan(table, plan, lists)
+        is_listed = listed_B is not None and bool(listed_B.all())
+        return make_plan(table, plan, listed_B, num_listed)
 
     runner._plan_attention = watched_plan
     return logits_of_pass(steady, GATE_PASSES), is_listed

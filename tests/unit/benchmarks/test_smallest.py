@@ -47,7 +47,7 @@ RUNS = {
         {"step_ms", "isd_over_ar"},
     ),
     "serving.serve": (
-        TINY + "concurrency=4,2 requests=6 parts=mixed,prefill,steady",
+        TINY + "concurrency=4,2 requests=6 parts=mixed,steady",
         {"ready_s", "output_tokens_per_s", "isd_over_ar", "itl_p99_over_median", "ttft_ms", "prefill_s"},
     ),
 }
