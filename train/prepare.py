@@ -327,27 +327,28 @@ def remember_data(
 
 
 def _other_data(run: Path, before: dict[str, Any], now: dict[str, Any]) -> UserError:
-    new_run, day = "start a new run: another output_dir, or resume=never", before.get("date")
+    day = before.get("date")
     differs = {name: before.get(name) != now.get(name) for name in ("row_rule", "digest", "left_out", "date")}
     if differs["row_rule"] or (differs["left_out"] and not differs["digest"]):
-        problem = (
+        return UserError(
+            "IDLM-0235",
             f"the run in {run} was packed by another version, which counted rows of samples, or held samples "
-            "out, otherwise"
+            "out, otherwise",
+            fix="continue it with that version, or start a new run: another output_dir, or resume=never",
         )
-        fix = f"continue it with that version, or {new_run}"
-    elif differs["date"]:
-        problem = (
+    if differs["date"]:
+        return UserError(
+            "IDLM-0235",
             f"the chat template writes the date, which is {now.get('date')} now and was {day or 'another'} "
-            f"when the run in {run} began, so its data would be other data"
+            f"when the run in {run} began, so its data would be other data",
+            fix=f"set data.date={day or 'YYYY-MM-DD'}, the day on which the run began",
         )
-        fix = f"set data.date={day or 'YYYY-MM-DD'}, the day on which the run began"
-    else:
-        problem = (
-            f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
-            f"{now.get('num_samples')} of its data now"
-        )
-        fix = f"restore the data files, or {new_run}"
-    return UserError("IDLM-0235", problem, fix=fix)
+    return UserError(
+        "IDLM-0235",
+        f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+        f"{now.get('num_samples')} of its data now",
+        fix="restore the data files, or start a new run: another output_dir, or resume=never",
+    )
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:

@@ -174,16 +174,19 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
             config=values,
             settings=wandb.Settings(silent=True, console="off"),
         )
+    except ImportError as error:
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
+            fix="pip install wandb, or wandb.mode=disabled",
+        ) from error
     # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
-        problem = f": Weights & Biases does not start: {error}"
-        fix = "run `wandb login`, or use wandb.mode=offline and `wandb sync` later"
-        if isinstance(error, ImportError):
-            problem, fix = (
-                f", but wandb cannot be imported: {error}",
-                "pip install wandb, or wandb.mode=disabled",
-            )
-        raise UserError("IDLM-0551", f"wandb.mode={config.mode}{problem}", fix=fix) from error
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}: Weights & Biases does not start: {error}",
+            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
+        ) from error
     return WandbTracker(run, sent)
 
 

@@ -138,19 +138,20 @@ def add_adapter(
             model.set_submodule(name, AdaptedLinear(linear, gate, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
-        problem = ""
+        fix = "set model.mask_token_id to an unused token whose embedding is not zero"
         if not is_gated and head is not None and head.weight is embedding.weight:
-            problem = (
-                "a trained one, merged into the input embedding, would change the output head, which is tied "
-                "to it"
-            )
-        elif type(embedding) is not nn.Embedding:
-            problem = f"its {type(embedding).__name__} cannot take a trained one"
-        if problem:
             raise UserError(
                 "IDLM-0530",
-                f"the base has no usable row for the mask token, and {problem}",
-                fix="set model.mask_token_id to an unused token whose embedding is not zero",
+                "the base has no usable row for the mask token, and a trained one, merged into the input "
+                "embedding, would change the output head, which is tied to it",
+                fix=fix,
+            )
+        if type(embedding) is not nn.Embedding:
+            raise UserError(
+                "IDLM-0530",
+                f"the base has no usable row for the mask token, and its {type(embedding).__name__} cannot "
+                "take a trained one",
+                fix=fix,
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
     model.register_load_state_dict_post_hook(_expect_trained_only)
