@@ -14,6 +14,7 @@ from idlm.train.config.schema import LoopConfig, ModelConfig, TrainConfig
 from idlm.train.model.attention import register_attention
 from idlm.train.model.load import compile_layers, compiles, decoder_layers
 from tests.tiny_training import HiddenStates
+from tests.unit.training.test_gated_lora import adapted, batch_of_two, gradients
 
 ROWS = 24
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -99,3 +100,23 @@ def test_choice(choice: str, device: torch.device, zero_stage: int | None, expec
 def test_compiled_layers_cannot_have_their_weights_moved() -> None:
     with pytest.raises(UserError, match="IDLM-0540"):
         compiles(configured("on", 3), GPU)
+
+
+@pytest.mark.sweep
+def test_gated_layers_take_no_floats_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars: list[torch.Tensor] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        scalars.extend(x for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 0)
+        return graph.forward
+
+    own = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: own(self, backend=backend, **options)
+    )
+    model = adapted("qwen3", attention="idlm_split").train()
+    compile_layers(model)
+    assert any(
+        gradient.any() for gradient in gradients(model, batch_of_two(), "noisy_index", "idlm_split").values()
+    )
+    assert not scalars
