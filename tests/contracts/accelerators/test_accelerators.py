@@ -345,8 +345,8 @@ def test_bounds_are_those_of_stored_keys(toys: dict[str, Path], slow_answers: An
         torch.testing.assert_close(keys_PFKH, expected_PFKH, atol=1e-4, rtol=1e-4)
         if layer >= 2:
             bounds = quest.bounds[layer - 2]  # type: ignore[union-attr]
-            assert torch.equal(bounds.minimum[pages], keys_PFKH.amin(1))
-            assert torch.equal(bounds.largest[pages], keys_PFKH.amax(1))
+            assert torch.equal(bounds.min_CKH[pages], keys_PFKH.amin(1))
+            assert torch.equal(bounds.largest_CKH[pages], keys_PFKH.amax(1))
 
 
 @pytest.mark.sweep
