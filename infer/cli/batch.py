@@ -132,10 +132,11 @@ def answer_lines(
         run = AnswerRun(engine, lines, progress=progress)
         if config.output is not None:
             _write_answers(engine, run, config, earlier, common)
-        for _, done in run if config.output is None else ():
-            _report(done)
-            with progress.hidden():
-                print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
+        else:
+            for _, done in run:
+                _report(done)
+                with progress.hidden():
+                    print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
         if config.stats:
             progress.tally.report(engine, progress.seconds)
     return progress.tally
