@@ -180,6 +180,16 @@ def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
     assert prompts == {buckets.PROMPT_STEP}, "prompts are hardly padded"
 
 
+def test_a_graph_with_more_rows_than_a_launch_is_worth_has_little_padding(checkpoint: Path) -> None:
+    step = _step(build_engine(checkpoint, "ar", graphs="on", warmup="full", max_num_seqs=40))
+    wide = next(shape for shape in step._graphs if shape.num_sequences == 40 and not shape.filters)
+    step._graphs, step.eager_rows = {wide: step._graphs[wide]}, 32
+    assert step._holder(replace(wide, num_sequences=36, num_rows=36)) == wide
+    assert step._holder(replace(wide, num_sequences=35, num_rows=35)) is None
+    step.eager_rows = 40
+    assert step._holder(replace(wide, num_sequences=1, num_rows=1)) == wide
+
+
 @pytest.mark.sweep
 def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
