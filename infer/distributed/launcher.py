@@ -73,7 +73,7 @@ class TensorParallelGroup:
         self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
-    def start(cls, size: int, device: torch.device, *, links: bool = False) -> TensorParallelGroup:
+    def start(cls, size: int, device: torch.device, *, links: bool = True) -> TensorParallelGroup:
         """Start one process for each further rank and join them in a process group. With `links` GPUs that
         reach each other's memory (NVLink) sum few rows there; all other sums are NCCL's.
 
