@@ -129,7 +129,7 @@ def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
             found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
     assert found == [
         ("config.py", "transformers"),
-        ("rope.py", "transformers.modeling_rope_utils"),
+        ("config.py", "transformers.modeling_rope_utils"),
         ("templates.py", "transformers.utils.chat_template_utils"),
     ]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from idlm.kernels.page_bounds import Bounds, PagedSlots, Pieces, page_scores, write_bounds
 from tests.kernels.cases.sparse.page_bounds import check
 
 
@@ -16,24 +15,23 @@ def test_plain_torch_equals_the_definition(seed: int) -> None:
     check(seed, dtype, device="cpu", fp8=seed in (3, 7))
 
 
-TYPES = dict.fromkeys(("sequences_I", "slots_I", "ends_B", "block_table", "rows_BW", "starts_B"), "*i64")
-TYPES |= dict.fromkeys(("keys_SKH", "min_CKH", "largest_CKH", "q_RNH"), "*bf16")
-TYPES |= {"is_piece_I": "*i1", "k_scale_K": "*fp32", "scores_BKP": "*fp32", "num_pages": "i32"}
-TYPES |= dict.fromkeys(("stride_slot", "stride_head", "stride_piece", "stride_table", "stride_row"), "i32")
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["bounds_kernel", "score_kernel"])
-def test_the_kernels_compile_for_hopper(name: str) -> None:
+def test_the_kernels_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.page_bounds import kernel, op
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    constants: dict[str, Any] = {"H": 128, "PAGE": 32, "SIZE": 16, "BLOCK_H": 128}
-    if name == "bounds_kernel":
-        constants |= {"SCALED": False, "k_scale_K": None, "BLOCK_F": 16}
-    else:
-        constants |= {"W": 32, "K": 8, "G": 4, "PIECES": 1, "TILES": op.TILES, "BLOCK_W": 32}
-        constants |= {"BLOCK_M": op.BLOCK_M, "BLOCK_P": op.BLOCK_P}
-    made = compile_for_hopper(getattr(kernel, name), TYPES, constants, num_warps=4)
-    assert made.spilled_bytes == 0 and made.registers <= 128
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    keys_SKH, minimum, largest = (empty(rows, 8, 128, dtype=torch.bfloat16) for rows in (2048, 129, 129))
+    bounds, slots = Bounds(minimum, largest, 16), PagedSlots(empty(2, 32), 32)
+    pieces = Pieces(empty(4), empty(4), empty(4, dtype=torch.bool))
+    q_RNH = empty(64, 32, 128, dtype=torch.bfloat16)
+
+    def run() -> None:
+        write_bounds(keys_SKH, None, bounds, pieces, empty(2), slots)
+        page_scores(q_RNH, empty(2, 32), bounds, empty(2), slots, page=16, num_pages=64)
+
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == ["bounds_kernel", "score_kernel"]
+    assert all(each.spilled_bytes == 0 and each.registers <= 128 for _, each in made)
