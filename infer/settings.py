@@ -140,8 +140,8 @@ class EngineSettings:
 
     @property
     def warms_up(self) -> bool:
-        """Whether graphs are captured before the first request."""
-        return self.warmup != "off"
+        """Whether graphs are captured before the first request; by several ranks if all are to be."""
+        return self.warmup == "full" or (self.warmup == "auto" and self.tensor_parallel == 1)
 
     def options(self) -> dict[str, Any]:
         """The settings as keywords of `Engine.from_pretrained`."""

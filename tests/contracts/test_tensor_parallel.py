@@ -27,6 +27,7 @@ from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.model_runner import StepResult
+from idlm.infer.settings import EngineSettings
 from idlm.kernels.peer_sum import boxes
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
@@ -303,6 +304,7 @@ def test_ranks_agree_on_when_a_warm_up_stops(foreseeing: Path, monkeypatch: pyte
     simulate_graphs(monkeypatch)
     monkeypatch.setattr(warm_up, "memory_bytes", memory)
     monkeypatch.setattr(warm_up, "warm_up", noting)
+    monkeypatch.setattr(EngineSettings, "warms_up", True)
     expected = clear_answers(build_engine(foreseeing, "ar", graphs="off"), prompts, greedy(max_tokens=20))
     with group_of_threads(2) as group:
         engine = group_engine(group, foreseeing, "ar", graphs="on", warmup="auto", num_inflight_steps=4)
