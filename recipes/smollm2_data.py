@@ -1,0 +1,125 @@
+"""Prompts and answers of a conversion in which the model itself writes its training data.
+
+    python recipes/smollm2_data.py headers 40000 > headers.jsonl
+    idlm-generate model=outputs/smollm2 decoder=ar chat_template=none input=headers.jsonl \\
+        output=written.jsonl sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=256
+    python recipes/smollm2_data.py prompts written.jsonl gsm8k_train.jsonl answers=2 > prompts.jsonl
+    idlm-generate model=outputs/smollm2 decoder=ar input=prompts.jsonl output=answers.jsonl \\
+        sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=512
+    python recipes/smollm2_data.py kept answers.jsonl > kept.jsonl
+
+`headers` are chats that stop where the user's turn begins, so the model goes on as the user. `prompts` are
+the turns that ended, once each, and the questions of GSM8K; each gets `answers` rows with a seed of its own,
+in an order that mixes both. `kept` leaves out answers that a limit cut off, that failed, or that loop: some
+run of `LOOP_LENGTH` tokens occurs more than `LOOP_COUNT` times. Counts go to stderr. Seeds make the same
+prompts and answers again, as far as the rounding of other batches lets them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from idlm.cli import command
+from idlm.errors import UserError
+
+HEADER = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+"""What the chat template of SmolLM2 writes before the first turn of a user."""
+MIN_TOKENS = 5
+LOOP_LENGTH, LOOP_COUNT = 8, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run(write, argv)
+
+
+def write(arguments: list[str]) -> int:
+    """Write the rows that the first argument names to stdout.
+
+    Raises:
+        UserError: another use than those of the module's docstring.
+    """
+    match arguments:
+        case ["headers", count] if count.isdecimal():
+            rows = headers(int(count))
+        case ["prompts", written, questions, *options] if len(options) < 2:
+            num = options[0].removeprefix("answers=") if options else "1"
+            if not num.isdecimal():
+                raise UserError(
+                    "IDLM-0624", f"{options[0]}: not a number of answers", fix="for example answers=2"
+                )
+            rows = prompts(_records(written), _records(questions), int(num))
+        case ["kept", answers]:
+            rows = kept(_records(answers))
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 0 if command.has_help_flag(arguments) else command.USER_ERROR_STATUS
+    for row in rows:
+        print(json.dumps(row, ensure_ascii=False))
+    return 0
+
+
+def headers(count: int) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        yield {"id": f"user{number}", "prompt": HEADER, "sampling": {"seed": number}}
+
+
+def prompts(
+    written: Iterable[dict[str, Any]], questions: Iterable[dict[str, Any]], num_answers: int
+) -> list[dict[str, Any]]:
+    """Rows for `idlm-generate`: every turn that ended, once, and every question."""
+    found: dict[str, str] = {}
+    for record in written:
+        if record["finish_reason"] == "stop" and len(record["token_ids"]) >= MIN_TOKENS:
+            found.setdefault(record["text"].strip(), record["request_id"])
+    found.pop("", None)
+    num_written = len(found)
+    for number, record in enumerate(questions):
+        found.setdefault(record["question"], f"gsm8k{number}")
+    print(f"{num_written:,} turns and {len(found) - num_written:,} questions", file=sys.stderr)
+    rows = [
+        {"id": f"{name}-{answer}", "prompt": text, "sampling": {"seed": _hash(f"{name}-{answer}") >> 1}}
+        for text, name in found.items()
+        for answer in range(num_answers)
+    ]
+    return sorted(rows, key=lambda row: _hash(row["id"]))
+
+
+def kept(answers: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The answers that ended and do not loop."""
+    counts, num_tokens = Counter[str](), 0
+    for record in answers:
+        reason = record["finish_reason"]
+        reason = "loop" if reason == "stop" and loops(record["token_ids"]) else reason
+        counts[reason] += 1
+        if reason == "stop":
+            num_tokens += len(record["token_ids"])
+            yield record
+    print(f"{num_tokens:,} tokens kept; answers by end: {dict(counts.most_common())}", file=sys.stderr)
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether some run of LOOP_LENGTH tokens occurs more than LOOP_COUNT times."""
+    runs = zip(*(token_ids[first:] for first in range(LOOP_LENGTH)), strict=False)
+    return max(Counter(runs).values(), default=0) > LOOP_COUNT
+
+
+def _records(path: str) -> Iterator[dict[str, Any]]:
+    with Path(path).open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

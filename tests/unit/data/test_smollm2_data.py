@@ -1,0 +1,82 @@
+"""recipes/smollm2_data.py: which turns become prompts, and which answers are trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.cli.command import USER_ERROR_STATUS
+from idlm.conf.recipe.smollm2_data import HEADER, headers, kept, loops, prompts, write
+from idlm.errors import UserError
+
+
+def record(
+    number: int, text: str, *, reason: str = "stop", tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+) -> Any:
+    return {"request_id": f"user{number}", "text": text, "token_ids": list(tokens), "finish_reason": reason}
+
+
+def test_a_turn_that_ended_is_a_prompt_once_with_seeds_of_its_own() -> None:
+    written = [
+        record(0, "Why is the sky blue?"),
+        record(1, " Why is the sky blue?\n"),
+        record(2, "Cut off, because", reason="length"),
+        record(3, "Hi", tokens=(1, 2)),
+        record(4, "\n"),
+        record(5, "Name a nut."),
+    ]
+    rows = prompts(written, [{"question": "What is 2 + 2?", "answer": "4"}], 2)
+    assert sorted((row["id"], row["prompt"]) for row in rows) == [
+        ("gsm8k0-0", "What is 2 + 2?"),
+        ("gsm8k0-1", "What is 2 + 2?"),
+        ("user0-0", "Why is the sky blue?"),
+        ("user0-1", "Why is the sky blue?"),
+        ("user5-0", "Name a nut."),
+        ("user5-1", "Name a nut."),
+    ]
+    seeds = [row["sampling"]["seed"] for row in rows]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert rows == prompts(written, [{"question": "What is 2 + 2?"}], 2)
+    assert [row["sampling"]["seed"] for row in headers(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([], False),
+        (list(range(100)), False),
+        ([7] * 10, False),
+        ([7] * 11, True),
+        ([*range(20), *range(20), *range(20)], False),
+        ([*range(20), 50, *range(20), 51, *range(20), 52, *range(20)], True),
+    ],
+)
+def test_a_run_of_tokens_that_comes_a_fourth_time_is_a_loop(token_ids: list[int], expected: bool) -> None:
+    assert loops(token_ids) is expected
+
+
+def test_answers_that_ended_without_a_loop_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [
+        record(0, "a"),
+        record(1, "b", reason="length"),
+        record(2, "c", tokens=(7,) * 11),
+        record(3, "d", reason="error"),
+    ]
+    assert [row["request_id"] for row in kept(answers)] == ["user0"]
+    assert "6 tokens kept" in capsys.readouterr().err
+
+
+def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write(["headers", "2"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == [HEADER, HEADER]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(record(0, "\u00e4")) + "\n", encoding="utf-8")
+    assert write(["kept", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "\u00e4"
+    assert write(["prompts", str(path)]) == USER_ERROR_STATUS
+    with pytest.raises(UserError, match="IDLM-0624"):
+        write(["prompts", str(path), str(path), "answers=two"])
