@@ -13,7 +13,14 @@ import torch
 
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.test_canvas_cache import CASES, found_by
-from tests.contracts.full.test_full_decoder import PROMPTS, engine_of, expected_of, family, slow_canvas
+from tests.contracts.full.test_full_decoder import (
+    PROMPTS,
+    engine_of,
+    expected_of,
+    family,
+    slow_canvas,
+    spread,
+)
 
 __all__ = ["family"]
 pytestmark = [
@@ -27,7 +34,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize(("family", "options"), spread(CASES), indirect=["family"], ids=str)
 def test_answers_equal_those_of_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches. Passes of a cache are not launched ahead by default."""
     kind, directory = family

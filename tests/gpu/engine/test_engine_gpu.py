@@ -49,8 +49,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("stride", [2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
+FOURS = [(name, 4) for name in STRATEGIES.names()]
+
+
+@pytest.mark.parametrize(("strategy", "stride"), [*FOURS, ("branch", 2), ("tree", 3)])
 def test_greedy_isd_equals_greedy_ar(converted: Path, strategy: str, stride: int) -> None:
     prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
     engine = Engine.from_pretrained(converted, "ar", device="cuda", dtype="float32")
@@ -150,8 +152,9 @@ def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> N
     assert freed >= 0.95 * len(trunk.layers) * weight.nbytes / 2
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
-@pytest.mark.parametrize("stride", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("strategy", "stride"), [*FOURS, ("branch", 2), ("cold", 2), ("tree", 3), ("branch", 8), ("alternate", 8)]
+)
 def test_joint_draws_have_the_ar_law(tmp_path: Path, stride: int, strategy: str) -> None:
     directory = write_law_toy(tmp_path / "toy")
     with warnings.catch_warnings():

@@ -15,7 +15,7 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.full_rows import mixed_logits
 from tests.contracts.engines import assert_idle
-from tests.contracts.full.test_full_decoder import MASK_ID, ORDERS, PROMPTS, engine_of, family
+from tests.contracts.full.test_full_decoder import MASK_ID, ORDERS, PROMPTS, engine_of, family, spread
 from tests.contracts.full.test_full_guidance import answers_of, cases_of
 from tests.numerics import full_reference
 
@@ -30,7 +30,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
+@pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_answers_equal_those_of_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In batches with requests of another guidance and of none. The second time, all shapes have been
     captured, and pages hold the KV of other canvases.

@@ -165,8 +165,7 @@ def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("guidance", [0.0, 1.5])
-@pytest.mark.parametrize("arena", ["plain", "mapped"])
+@pytest.mark.parametrize(("arena", "guidance"), [("plain", 1.5), ("mapped", 0.0)])
 def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, guidance: float) -> None:
     """By the driver's count, at two lengths, the second one much larger; with guidance two canvases.
 
@@ -241,8 +240,10 @@ def test_no_allocation_of_a_pass_grows_with_its_rows(wide: Path) -> None:
     assert peaks[2] == peaks[3] <= library_bytes(runner.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 3, 130, 5000])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [(1, torch.bfloat16), (3, torch.float32), (130, torch.float32), (5000, torch.bfloat16)],
+)
 def test_ops_write_to_given_outputs(num_rows: int, dtype: torch.dtype) -> None:
     check_heads_in_place(num_rows, dtype, torch.device("cuda"))
     check_expert_steps(num_rows, dtype, torch.device("cuda"), D=128, F=64)

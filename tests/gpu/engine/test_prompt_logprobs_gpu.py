@@ -6,17 +6,21 @@ python -m pytest tests/gpu/engine/test_prompt_logprobs_gpu.py -m gpu
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from tests.numerics import test_prompt_logprobs
 from tests.numerics.test_prompt_logprobs import (
+    CASES,
+    DECODERS,
     checkpoint,
     tables,
     test_a_pass_that_fails_is_scored_again,
     test_an_aborted_request_has_what_was_computed,
     test_an_answer_of_no_tokens,
-    test_they_are_those_of_the_reference_model,
 )
 
 __all__ = [
@@ -25,7 +29,6 @@ __all__ = [
     "test_a_pass_that_fails_is_scored_again",
     "test_an_aborted_request_has_what_was_computed",
     "test_an_answer_of_no_tokens",
-    "test_they_are_those_of_the_reference_model",
 ]
 pytestmark = [
     pytest.mark.gpu,
@@ -37,3 +40,14 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _rounding_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_prompt_logprobs, "TOLERANCE", 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder", "options"),
+    [(family, *DECODERS[number % 2]) for number, family in enumerate(CASES)],
+    ids=str,
+)
+def test_they_are_those_of_the_reference_model(
+    tmp_path: Path, family: str, decoder: str, options: dict[str, Any]
+) -> None:
+    test_prompt_logprobs.test_they_are_those_of_the_reference_model(tmp_path, family, decoder, options)

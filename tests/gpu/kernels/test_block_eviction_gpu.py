@@ -16,38 +16,36 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-DTYPES = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.float16, None),
-    (torch.bfloat16, torch.float8_e4m3fn),
+Shape = tuple[int, int, int, int, int, int]
+LARGE: Shape = (9, 32, 32, 8, 128, 32)
+CASES: list[tuple[Shape, torch.dtype, torch.dtype | None, bool]] = [
+    *((shape, torch.bfloat16, None, number % 2 > 0) for number, shape in enumerate([*SHAPES, LARGE])),
+    (LARGE, torch.bfloat16, torch.float8_e4m3fn, False),
+    (SHAPES[2], torch.bfloat16, torch.float8_e4m3fn, True),
+    (SHAPES[2], torch.float16, None, False),
+    (SHAPES[2], torch.float32, None, True),
 ]
 
 
-@pytest.mark.parametrize("over_block", [False, True])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (9, 32, 32, 8, 128, 32)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "kv_dtype", "over_block"), CASES, ids=str)
 def test_importance_equals_the_definition(
-    shape: tuple[int, int, int, int, int, int],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    over_block: bool,
+    shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype | None, over_block: bool
 ) -> None:
     check_importance(make_layer(shape, dtype, kv_dtype=kv_dtype, device="cuda", over_block=over_block))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(24))
 def test_selection_equals_the_definition(seed: int) -> None:
     check_selection(seed, "cuda")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_state_equals_the_definition(seed: int) -> None:
     check_state(seed, "cuda")
 
 
 def test_a_sequence_has_the_same_bits_in_any_company() -> None:
-    layer = make_layer((9, 32, 32, 8, 128, 32), torch.bfloat16, device="cuda")
+    layer = make_layer(LARGE, torch.bfloat16, device="cuda")
     options = {"is_query_BW": layer.is_query_BW, "is_key_BW": layer.is_key_BW}
     together_BPW = block_importance(layer.q_RNH, layer.rows_BW, layer.keys, scale=layer.scale, **options)
     for b in range(9):

@@ -1,4 +1,4 @@
-"""The fused loss on a CUDA device: 240 random shapes against float64, and no wait for the device in a step.
+"""The fused loss on a CUDA device: random shapes against float64, and no wait for the device in a step.
 
 python -m pytest tests/gpu -m gpu
 """
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-SHAPES_PER_SEED = 20
+SHAPES_PER_SEED = 16
 SLACK = {torch.bfloat16: 2e-3, torch.float32: 2e-6}
 """One rounding of the result in its own dtype, relative to the norm."""
 
@@ -89,7 +89,7 @@ def check_shape(draw: random.Random) -> None:
         assert relative(mine, true) <= 2 * relative(theirs, true) + SLACK[compute], case
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_shapes_are_as_exact_as_pytorch(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(SHAPES_PER_SEED):
@@ -151,9 +151,17 @@ def test_a_step_never_waits_for_the_device(tmp_path, request: pytest.FixtureRequ
         guard.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 33, 8), torch.float32),
+        ((129, 8193, 64), torch.float32),
+        ((129, 8193, 64), torch.bfloat16),
+        ((500, 50_257, 128), torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("shape", [(1, 33, 8), (129, 8193, 64), (500, 50_257, 128)], ids=str)
 def test_distillation_on_the_gpu(shape: tuple[int, int, int], divergence: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     num_rows, num_tokens, width = shape

@@ -1,4 +1,4 @@
-"""Lists, and sums before blocks, on a GPU: 1,000 random steps within twice PyTorch's own error.
+"""Lists, and sums before blocks, on a GPU: random steps within twice PyTorch's own error.
 
 python -m pytest tests/gpu/kernels/sparse/test_listed_attention_gpu.py -m gpu
 """
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-NUM_SEEDS = 200
+NUM_SEEDS = 42
 FP8 = torch.float8_e4m3fn
 
 

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: more than 1,000 random steps within twice PyTorch's own error, and all back ends.
+"""Paged attention on a GPU: random steps within twice PyTorch's own error, and all back ends.
 
 python -m pytest tests/gpu/kernels/test_paged_attention_gpu.py -m gpu
 """
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-NUM_SEEDS = 100
+NUM_SEEDS = 30
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -149,7 +149,7 @@ def test_prompt_chunks_with_decoding_sequences() -> None:
     assert error_ratio(case, run(case, Setting(shape=case.shape))) <= 2
 
 
-@pytest.mark.parametrize("usual_rows", [3, 9, 12, None])
+@pytest.mark.parametrize("usual_rows", [3, 12, None])
 def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> None:
     """As behind a drop of rows: a few rows of most blocks, two whole blocks of some."""
     rng = random.Random(1)
@@ -161,8 +161,7 @@ def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> 
     assert error_ratio(case, found) <= 2
 
 
-@pytest.mark.parametrize("few_rows", [1, 7, 16])
-@pytest.mark.parametrize("longest", [1300, 9000])
+@pytest.mark.parametrize(("few_rows", "longest"), [(1, 1300), (7, 9000), (16, 1300)])
 def test_decoding_sequences_walk_apart_from_prompts(few_rows: int, longest: int) -> None:
     """Also in layers that follow one another, of which each waits for the one before in its own kernels."""
     rng = random.Random(1)
@@ -198,10 +197,10 @@ def fixed_content(case: Case, b: int) -> Case:
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "fixed" in name])
 def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
-    """Bitwise, 60 random batches: alone, in a chunk, among others, with and without room for parts."""
+    """Bitwise, random batches: alone, in a chunk, among others, with and without room for parts."""
     setting = SETTINGS[name]
     cramped = replace(setting, tunables=(*setting.tunables, ("max_parts", 1)))
-    for seed in range(60):
+    for seed in range(15):
         rng = random.Random(seed)
         rows = rng.choice([steady, tree, branch])(rng.randint(30, 3500))
         before = rng.choice([0, 3, 40])
@@ -287,7 +286,7 @@ def test_an_early_sum_sees_all_parts() -> None:
     case = build([causal(32_000, 4), *(causal(500 * n, 4) for n in range(20))], setting.shape, device="cuda")
     first = run(case, setting)
     assert error_ratio(case, first) <= 2
-    assert all(torch.equal(run(case, setting), first) for _ in range(300))
+    assert all(torch.equal(run(case, setting), first) for _ in range(200))
 
 
 @pytest.mark.parametrize("page_size", [16, 256])

@@ -32,7 +32,7 @@ SHAPES = (
 SLACK_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(4))
 def test_random_cases_equal_the_definition(part: int) -> None:
     for seed in range(50 * part, 50 * part + 50):
         chosen = random.Random(seed)
@@ -41,15 +41,20 @@ def test_random_cases_equal_the_definition(part: int) -> None:
         make_case(seed, sizes, dtype, device="cuda", fp8=chosen.random() < 0.3).check()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "fp8"),
+    [
+        *((sizes, torch.bfloat16, False) for sizes in SHAPES),
+        *((sizes, DTYPES[number % 3], number % 2 == 0) for number, sizes in enumerate(SHAPES)),
+    ],
+    ids=str,
+)
 def test_all_shapes_equal_the_definition(sizes: Sizes, dtype: torch.dtype, fp8: bool) -> None:
     make_case(7, sizes, dtype, device="cuda", fp8=fp8).check()
 
 
 @pytest.mark.parametrize("group", [1, 16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_largest_scores_are_listed(seed: int, group: int) -> None:
     check = partial(check_selection, device="cuda", select=partial(op_module.select_largest, group=group))
     check(hard_scores(seed, (3, 4, 8, 70_001)), [70_001, 0, 9000, 5], 1024)

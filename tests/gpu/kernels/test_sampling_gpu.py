@@ -1,4 +1,4 @@
-"""The sampling kernels on a CUDA device: 1,440 random batches against fp64, and one captured step.
+"""The sampling kernels on a CUDA device: random batches against fp64, and one captured step.
 
 python -m pytest tests/gpu/kernels/test_sampling_gpu.py -m gpu
 """
@@ -60,14 +60,14 @@ def check_case(draw_from: random.Random) -> None:
     assert ((ids_X >= 0) & (ids_X < num_tokens)).all()
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_probabilities_and_draws(seed: int) -> None:
     draw_from = random.Random(seed)
     for _ in range(CASES_PER_SEED):
         check_case(draw_from)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_masks_of_tokens(seed: int) -> None:
     draw_from, num_tokens = random.Random(seed), (37, 4097)[seed % 2]
     for _ in range(CASES_PER_SEED):
@@ -75,7 +75,7 @@ def test_random_masks_of_tokens(seed: int) -> None:
         check_restrict(draw_from, num_tokens, device="cuda", tuning=TUNINGS[seed // 2 % 2])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_judged_draws(seed: int) -> None:
     draw_from = random.Random(seed)
     num_tokens = VOCABULARIES[seed % len(VOCABULARIES)]
@@ -85,7 +85,7 @@ def test_random_judged_draws(seed: int) -> None:
         check_judged(draw_from, num_rows, num_tokens, device="cuda", tuning=tuning)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(8))
 def test_nonfinite_rows_are_reported(seed: int) -> None:
     draw_from = random.Random(seed)
     num_tokens = VOCABULARIES[seed % len(VOCABULARIES)]
@@ -95,7 +95,7 @@ def test_nonfinite_rows_are_reported(seed: int) -> None:
         check_nonfinite(draw_from, num_rows, num_tokens, device="cuda", tuning=tuning)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_steps(seed: int) -> None:
     draw_from = random.Random(seed)
     num_tokens = draw_from.choice([37, 1025])

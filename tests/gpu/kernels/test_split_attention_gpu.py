@@ -1,4 +1,4 @@
-"""The kernels on a GPU: values and gradients of many random packings within twice PyTorch's own error.
+"""The kernels on a GPU: values and gradients of random packings within twice PyTorch's own error.
 
 python -m pytest tests/gpu/kernels/test_split_attention_gpu.py -m gpu
 """
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-NUM_SEEDS = 320
+NUM_SEEDS = 84
 HEAD_DIMS = (128, 64, 128, 96, 32, 128, 256)
 
 
@@ -77,7 +77,7 @@ def worst_ratio(case: Case, dtype: torch.dtype, *, keys_alone: bool = False) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_clean_keys_alone_are_within_twice_the_error_of_dense_sdpa(dtype: torch.dtype) -> None:
     ratios = {}
-    for seed in range(60 if dtype == torch.bfloat16 else 20):
+    for seed in range(21 if dtype == torch.bfloat16 else 9):
         case = random_case(seed, longest=(20, 130, 400)[seed // 3 % 3], head_dims=HEAD_DIMS)
         ratios[seed] = worst_ratio(case, dtype, keys_alone=True)
     bad = {seed: ratio for seed, ratio in ratios.items() if not ratio <= 2}
@@ -88,7 +88,7 @@ def test_clean_keys_alone_are_within_twice_the_error_of_dense_sdpa(dtype: torch.
 def test_many_packings_are_within_twice_the_error_of_dense_sdpa(dtype: torch.dtype) -> None:
     """All strides, head dims and group sizes, several packed rows, NaN in all padding."""
     ratios = {}
-    num_seeds, head_dims = (NUM_SEEDS, HEAD_DIMS) if dtype == torch.bfloat16 else (NUM_SEEDS // 8, (64, 128))
+    num_seeds, head_dims = (NUM_SEEDS, HEAD_DIMS) if dtype == torch.bfloat16 else (NUM_SEEDS // 4, (64, 128))
     for seed in range(num_seeds):
         case = random_case(seed, longest=(20, 130, 400)[seed // 3 % 3], head_dims=head_dims)
         ratios[seed] = worst_ratio(case, dtype)
@@ -117,7 +117,7 @@ def test_the_kernels_of_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from idlm.kernels.split_attention import launch
 
     monkeypatch.setattr(launch, "takes_hopper_kernel", lambda query: False)
-    for seed in range(24):
+    for seed in range(12):
         case = random_case(seed, longest=(20, 130, 400)[seed // 3 % 3], head_dims=(64, 128))
         assert worst_ratio(case, torch.bfloat16) <= 2, case
 

@@ -1,4 +1,4 @@
-"""Rows, slots and commits by kernels against the plain path, on a GPU: 1,000 random passes, integers equal.
+"""Rows, slots and commits by kernels against the plain path, on a GPU: random passes, integers equal.
 
 python -m pytest tests/gpu/kernels/test_step_rows_gpu.py -m gpu
 """
@@ -16,9 +16,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("hundred", range(10))
-def test_kernels_equal_plain_torch(hundred: int) -> None:
-    for seed in range(100 * hundred, 100 * hundred + 100):
+def test_kernels_equal_plain_torch() -> None:
+    for seed in range(150):
         expected, found = Case(seed, "cpu").run(), Case(seed, "cuda").run()
         for name, value in expected.items():
             assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"

@@ -1,4 +1,4 @@
-"""The trunk's kernels on a CUDA device: 1,000 random shapes per op against float64 with NaN in the padding, a
+"""The trunk's kernels on a CUDA device: random shapes per op against float64 with NaN in the padding, a
 row's bits at any number of rows, graph capture with programmatic launches.
 
 python -m pytest tests/gpu/kernels/test_trunk_gpu.py -m gpu
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPES_PER_BATCH, BATCHES = 112, 9
+SHAPES_PER_BATCH, BATCHES = 112, 2
 ADAPTED = {
     "qkv": ((4096, 1024, 1024), 4096),
     "o": ((4096,), 4096),
@@ -53,9 +53,19 @@ def test_this_device_can_be_deterministic(dtype: torch.dtype) -> None:
     assert check_rows_agree(torch.device("cuda"), dtype)
 
 
-@pytest.mark.parametrize(("E", "D"), [(6144, 4096), (4096, 12288), (896, 4864), (100, 96), (33, 3000)])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("E", "D", "gated", "dtype"),
+    [
+        (6144, 4096, False, torch.bfloat16),
+        (12288, 4096, True, torch.bfloat16),
+        (4096, 12288, False, torch.float16),
+        (896, 4864, True, torch.float16),
+        (896, 4864, False, torch.bfloat16),
+        (100, 96, True, torch.bfloat16),
+        (33, 3000, False, torch.bfloat16),
+        (33, 3000, True, torch.float16),
+    ],
+)
 def test_fixed_launches_give_a_row_its_bits(E: int, D: int, gated: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     op = linear_swiglu if gated else linear
@@ -212,7 +222,7 @@ def test_an_adapter_has_the_same_bits_in_the_product_and_after_it() -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-@pytest.mark.parametrize("rows", [7, 64, 300])
+@pytest.mark.parametrize("rows", [7, 300])
 def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name: str, rows: int) -> None:
     """Rows that are not MASK, so that those of R-ISD equal the base model's bit for bit."""
     torch.manual_seed(0)
@@ -256,7 +266,7 @@ def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = chain(True)
-    for seed in range(50):
+    for seed in range(15):
         torch.manual_seed(seed)
         x.copy_(randn(rows, 4096))
         is_mask.copy_(torch.rand(rows, device="cuda") < seed % 5 / 4)
@@ -267,13 +277,20 @@ def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_
 @pytest.mark.parametrize("block_r", [8, 16, 32, 64])
 @pytest.mark.parametrize("block_e", [64, 128])
 def test_every_launch_is_right(block_e: int, block_r: int) -> None:
-    """Tiles, splits, warps and stages on one odd shape."""
+    """On one odd shape: any two values of what a launch says, in as few launches as have them all."""
     torch.manual_seed(0)
     x, weight = randn(50, 1000), randn(300, 1000, scale=0.03)
     true = x.double() @ weight.double().T
     library = float((F.linear(x, weight).double() - true).norm())
-    grid = itertools.product((64, 128), (1, 3), (4, 8), (2, 4), (False, True))
-    for block_d, splits, warps, stages, pdl in grid:
+    launches = [
+        (64, 1, 4, 2, False),
+        (64, 3, 8, 4, True),
+        (128, 1, 8, 4, False),
+        (128, 3, 4, 4, False),
+        (128, 3, 8, 2, True),
+        (128, 1, 4, 2, True),
+    ]
+    for block_d, splits, warps, stages, pdl in launches:
         launch = LinearLaunch(
             block_e=block_e,
             block_r=block_r,

@@ -46,9 +46,11 @@ TINY = ROOT / "recipes" / "assets" / "tiny_ar"
 NUM_GPUS = torch.cuda.device_count() if DEVICE == "cuda" else 4
 SIZES = [
     pytest.param(
-        size, marks=pytest.mark.skipif(size > NUM_GPUS, reason=f"torch sees {NUM_GPUS} GPUs, needs {size}")
+        (size, links),
+        id=f"{size}-{'links' if links else 'nccl'}",
+        marks=pytest.mark.skipif(size > NUM_GPUS, reason=f"torch sees {NUM_GPUS} GPUs, needs {size}"),
     )
-    for size in (2, 4)
+    for size, links in ((2, False), (2, True), (4, True))
 ]
 SETTINGS: dict[str, Any] = {
     "device": DEVICE,
@@ -59,35 +61,32 @@ SETTINGS: dict[str, Any] = {
     "max_length": 256,
     "max_num_batched_tokens": 64,
 }
-DECODERS: list[tuple[str, dict[str, Any]]] = [
-    ("ar", {}),
-    ("isd", {"stride": 2}),
-    ("isd", {"stride": 4, "rejection_strategy": "branch"}),
-    ("isd", {"stride": 4, "adaptive": True}),
+DECODERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("Qwen3", "ar", {}),
+    ("Qwen3", "isd", {"stride": 2}),
+    ("Qwen2", "isd", {"stride": 4, "rejection_strategy": "branch"}),
+    ("Qwen2", "isd", {"stride": 4, "adaptive": True}),
 ]
 PATIENCE = 30.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:stride")]
 
 
-@pytest.fixture(scope="module", params=["nccl", "links"])
-def links(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "links")
-
-
 @pytest.fixture(scope="module", params=SIZES)
-def group(request: pytest.FixtureRequest, links: bool) -> Iterator[TensorParallelGroup]:
-    group = TensorParallelGroup.start(request.param, torch.device(DEVICE), links=links)
+def group(request: pytest.FixtureRequest) -> Iterator[TensorParallelGroup]:
+    size, links = request.param
+    group = TensorParallelGroup.start(size, torch.device(DEVICE), links=links)
     assert DEVICE == "cpu" or (group.shards.memory is not None) is links
     yield group
     group.close()
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Qwen2"])
+@pytest.fixture(scope="module")
 def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An odd vocabulary, and heads for four ranks."""
-    directory = tmp_path_factory.mktemp(request.param)
-    write_toy_checkpoint(directory, architecture=request.param, vocab_size=51, num_kv_heads=4, width=64)
+    architecture = getattr(request, "param", "Qwen3")
+    directory = tmp_path_factory.mktemp(architecture)
+    write_toy_checkpoint(directory, architecture=architecture, vocab_size=51, num_kv_heads=4, width=64)
     Semantics(mask_token_id=MASK_ID, stride=4).save(directory)
     return directory
 
@@ -125,7 +124,7 @@ def _compare(engine: Engine) -> None:
     engine._worker.compare()
 
 
-@pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)
+@pytest.mark.parametrize(("toy", "decoder", "options"), DECODERS, indirect=["toy"], ids=str)
 def test_greedy_answers_are_those_of_one_gpu(
     group: TensorParallelGroup, toy: Path, decoder: str, options: dict[str, Any]
 ) -> None:
