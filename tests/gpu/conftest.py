@@ -1,9 +1,9 @@
-"""GPU tests without warm-ups of their own, which would capture graphs for minutes in hundreds of engines; and
-the place of engines that tests of the CPU build.
-"""
+"""GPU tests: skipped without a GPU, and without warm-ups of their own, which would capture graphs for minutes in
+hundreds of engines; and the place of engines that tests of the CPU build."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +12,14 @@ import torch
 from idlm.infer.runtime.graphs import warm_up
 from tests.contracts import engines
 from tests.law import harness
+
+REHEARSALS = {"IDLM_ZERO_DEVICE", "IDLM_RANKS_DEVICE"}
+"""Variables with which tests of several processes run without a GPU."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not torch.cuda.is_available() and not REHEARSALS & os.environ.keys():
+        item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,5 @@
 """Accelerators on a GPU against the CPU, where tests/contracts compares them with slow references; at full
-budget against exact attention in bf16 by the engine's kernels.
-
-python -m pytest tests/gpu/block/test_accelerators_gpu.py -m gpu
-"""
+budget against exact attention in bf16 by the engine's kernels."""
 
 from __future__ import annotations
 
@@ -27,10 +24,6 @@ from tests.contracts.accelerators.cases import (
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, clear_answers, greedy
 from tests.toy import write_toy_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 SIZE = 32
 
 

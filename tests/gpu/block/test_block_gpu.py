@@ -1,8 +1,5 @@
 """Decoder `block` in CUDA graphs against the CPU, which tests/contracts compares with a slow reference; its
-kernels against plain torch on random passes, with equal integers.
-
-python -m pytest tests/gpu/block/test_block_gpu.py -m gpu
-"""
+kernels against plain torch on random passes, with equal integers."""
 
 from __future__ import annotations
 
@@ -29,10 +26,6 @@ from tests.contracts.engines import (
 from tests.kernels.cases.block_step import Case, run
 from tests.margins import NearTie
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 WAYS: list[dict[str, Any]] = [{"graphs": "off"}, {}, {"max_num_seqs": 3}, {"fused_commit": False}]
 
 

@@ -1,7 +1,4 @@
-"""The eviction benchmark on a CUDA device, tiny: every arm follows its trace in graphs and without.
-
-python -m pytest tests/gpu/block/test_eviction_gpu.py -m gpu
-"""
+"""The eviction benchmark on a CUDA device, tiny: every arm follows its trace in graphs and without."""
 
 from __future__ import annotations
 
@@ -18,10 +15,6 @@ from benchmarks.engine.eviction_trace import synthetic_trace
 from benchmarks.models import random_model
 from benchmarks.results import read_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 SIZE = 16
 FULL = EvictionArm(name="full", stride=SIZE)
 FOCUS = replace(FULL, name="focus", alpha=1.5)

@@ -1,8 +1,5 @@
 """Routing and experts on a CUDA device: random shapes of each against float64 with NaN in the padding,
-bits of a row at any number of rows and with any tiles, graphs with changing choices, engines.
-
-python -m pytest tests/gpu/block/test_experts_gpu.py -m gpu
-"""
+bits of a row at any number of rows and with any tiles, graphs with changing choices, engines."""
 
 from __future__ import annotations
 
@@ -19,10 +16,6 @@ from tests.contracts.engines import assert_idle, build_engine, clear_answers
 from tests.kernels.cases.experts import LARGE, Case, check_block_route, check_experts, check_route
 from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada22
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAUNCHES = (*STREAMED.values(), *COMPUTED.values())
 SHAPES_PER_BATCH, BATCHES = 126, 2

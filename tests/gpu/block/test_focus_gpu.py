@@ -1,8 +1,5 @@
 """FOCUS on a GPU, in CUDA graphs and not, with the largest and the least capacity, against the CPU, which
-tests/contracts compares with a slow reference.
-
-python -m pytest tests/gpu/block/test_focus_gpu.py -m gpu
-"""
+tests/contracts compares with a slow reference."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.runtime.graphs import cuda_graphs
@@ -20,10 +16,6 @@ from tests.contracts.accelerators.test_focus import CASES, PROMPTS, params, toys
 from tests.contracts.engines import assert_idle, build_engine, clear_answers
 
 __all__ = ["toys"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 STACKS: list[dict[str, Any]] = [{}, {"mage": {"k": 6, "exact_layers": 1}}]
 
 

@@ -1,12 +1,8 @@
-"""The order of exact ties on a CUDA device: tests/unit/engine/test_ties.py, unchanged.
-
-python -m pytest tests/gpu/block/test_ties_gpu.py -m gpu
-"""
+"""The order of exact ties on a CUDA device: tests/unit/engine/test_ties.py, unchanged."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.unit.engine.test_ties import (
     test_of_equal_experts_and_groups_the_lower_number_is_chosen,
@@ -22,10 +18,6 @@ __all__ = [
     "test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix",
     "test_of_equally_confident_places_the_left_one_is_decided_first",
     "test_of_equally_likely_tokens_greedy_decoding_takes_the_lowest_id",
-]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
 

@@ -1,7 +1,4 @@
-"""The caches of decoder `full` on a CUDA device: the answers of the slow decoder, in graphs and without.
-
-python -m pytest tests/gpu/engine/test_canvas_cache_gpu.py -m gpu
-"""
+"""The caches of decoder `full` on a CUDA device: the answers of the slow decoder, in graphs and without."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.test_canvas_cache import CASES, found_by
@@ -23,10 +19,6 @@ from tests.contracts.full.test_full_decoder import (
 )
 
 __all__ = ["family"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 WAYS: list[dict[str, Any]] = [
     {"graphs": "off"},
     {"graphs": "on", "attention": "triton"},

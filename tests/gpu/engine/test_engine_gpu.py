@@ -1,7 +1,4 @@
-"""The engine on a CUDA device: same answers as on the CPU, the AR law, and a whole conversion.
-
-python -m pytest tests/gpu -m gpu
-"""
+"""The engine on a CUDA device: same answers as on the CPU, the AR law, and a whole conversion."""
 
 from __future__ import annotations
 
@@ -28,10 +25,6 @@ from tests.contracts.engines import answers_and_margins
 from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from tests.toy import load_model, write_toy_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
 GREEDY = SamplingParams(temperature=0, max_tokens=320)
 EIGHT_BITS: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8", "device": "cuda"}

@@ -24,10 +24,6 @@ from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is
     spread,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 MIB = 1 << 20
 
 

@@ -1,8 +1,5 @@
 """Classifier-free guidance of decoder `full` on a CUDA device: the tokens of the slow decoder, which runs two
-passes, in fp32, in graphs and without; logits of both canvases in pages and in a planned workspace.
-
-python -m pytest tests/gpu/engine/test_full_guidance_gpu.py -m gpu
-"""
+passes, in fp32, in graphs and without; logits of both canvases in pages and in a planned workspace."""
 
 from __future__ import annotations
 
@@ -20,10 +17,6 @@ from tests.contracts.full.test_full_guidance import answers_of, cases_of
 from tests.numerics import full_reference
 
 __all__ = ["family"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 WAYS: list[dict[str, Any]] = [
     {"graphs": "off"},
     {"graphs": "on", "attention": "triton", "num_inflight_steps": 3},

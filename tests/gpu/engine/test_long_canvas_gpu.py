@@ -1,10 +1,7 @@
 """One canvas with more than 2^31 elements in a tensor: every index of its path must be 64 bits wide.
 
 Attention to a whole canvas has no order but that of the positions given, so a canvas whose rows are stored
-backwards has the same logits: what a narrow index would read wrongly behind 2^31 elements lies in front.
-
-python -m pytest tests/gpu/engine/test_long_canvas_gpu.py -m gpu
-"""
+backwards has the same logits: what a narrow index would read wrongly behind 2^31 elements lies in front."""
 
 from __future__ import annotations
 
@@ -21,10 +18,6 @@ from tests.gpu.engine import test_mosaic_gpu as mosaic
 from tests.gpu.engine.test_mosaic_gpu import WIDE, wide
 
 __all__ = ["wide"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 NUM_ROWS, NUM_WANTED = 620_000, 64
 SHARPNESS = 8**0.5
 """Of queries and of keys. Scores then spread by 8, so few rows out of all decide what a row attends to."""

@@ -1,7 +1,4 @@
-"""`memory=mosaic` on a CUDA device: answers close to `caching`, bytes as planned, the mapped arena, kernels.
-
-python -m pytest tests/gpu/engine/test_mosaic_gpu.py -m gpu
-"""
+"""`memory=mosaic` on a CUDA device: answers close to `caching`, bytes as planned, mapped arena, kernels."""
 
 from __future__ import annotations
 
@@ -25,10 +22,6 @@ from idlm.kernels.masked_logits import has_fused
 from tests.kernels.cases.outputs import check_expert_steps, check_heads_in_place
 from tests.numerics import full_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 MIB = 1 << 20
 SLACK = 64 * MIB
 WIDE: dict[str, dict[str, Any]] = {

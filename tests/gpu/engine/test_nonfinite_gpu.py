@@ -1,12 +1,8 @@
-"""Logits that are not finite, on a CUDA device with graphs: tests/contracts/test_nonfinite.py, unchanged.
-
-python -m pytest tests/gpu/engine/test_nonfinite_gpu.py -m gpu
-"""
+"""Logits that are not finite, on a CUDA device with graphs: tests/contracts/test_nonfinite.py, unchanged."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.contracts.test_nonfinite import (
     checkpoints,
@@ -19,8 +15,4 @@ __all__ = [
     "test_masks_that_overflow_are_reported_and_not_drawn_from",
     "test_only_sequences_that_see_an_overflow_end_with_an_error",
 ]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.usefixtures("on_the_gpu"),
-]
+pytestmark = pytest.mark.usefixtures("on_the_gpu")

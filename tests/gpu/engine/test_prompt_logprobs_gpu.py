@@ -1,8 +1,5 @@
 """Log-probabilities of prompts on a CUDA device with graphs: tests/numerics/test_prompt_logprobs.py,
-unchanged but for the tolerance.
-
-python -m pytest tests/gpu/engine/test_prompt_logprobs_gpu.py -m gpu
-"""
+unchanged but for the tolerance."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.numerics import test_prompt_logprobs
 from tests.numerics.test_prompt_logprobs import (
@@ -30,11 +26,7 @@ __all__ = [
     "test_an_aborted_request_has_what_was_computed",
     "test_an_answer_of_no_tokens",
 ]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.usefixtures("on_the_gpu"),
-]
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 
 @pytest.fixture(autouse=True)

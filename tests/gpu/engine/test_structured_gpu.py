@@ -1,7 +1,4 @@
-"""Answers that match a grammar on a CUDA device: forward passes are graphs, which end with hidden states.
-
-python -m pytest tests/gpu/engine/test_structured_gpu.py -m gpu     (needs llguidance)
-"""
+"""Answers that match a grammar on a CUDA device: forward passes are graphs, which end with hidden states."""
 
 from __future__ import annotations
 
@@ -28,10 +25,6 @@ from tests.law.structured import draw_fits, write_structured_toy
 
 pytest.importorskip("llguidance")
 __all__ = ["test_preempted_answers_do_not_change", "toy"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 LEVEL, DRAWS = 1e-6 / 24, 2000
 ISD: dict[str, Any] = {"stride": 4, "rejection_strategy": "tree"}
 

@@ -16,10 +16,6 @@ from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import CYCLE, prompts_of, write_foreseeing_toy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 PROMPTS = prompts_of([1 + 5 * k % 60 for k in range(40)], vocab_size=CYCLE)
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 32, "max_length": 128}
 

@@ -1,7 +1,4 @@
-"""The kernels of block_eviction on a CUDA device against the definition.
-
-python -m pytest tests/gpu/kernels/sparse/test_block_eviction_gpu.py -m gpu
-"""
+"""The kernels of block_eviction on a CUDA device against the definition."""
 
 from __future__ import annotations
 
@@ -12,10 +9,6 @@ from idlm.kernels.block_eviction import block_importance
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 from tests.kernels.cases.sparse.block_state import check_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 Shape = tuple[int, int, int, int, int, int]
 LARGE: Shape = (9, 32, 32, 8, 128, 32)
 CASES: list[tuple[Shape, torch.dtype, torch.dtype | None, bool]] = [

@@ -1,7 +1,4 @@
-"""CUDA graphs of a model's body: the hidden states and gradients of passes that nothing captures.
-
-python -m pytest tests/gpu -m gpu
-"""
+"""CUDA graphs of a model's body: the hidden states and gradients of passes that nothing captures."""
 
 from __future__ import annotations
 
@@ -17,10 +14,6 @@ from tests.gpu.kernels.test_gated_training_gpu import on_gpu
 from tests.tiny_training import HiddenStates, tiny_model
 from tests.unit.training.test_gated_lora import adapted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
 
 

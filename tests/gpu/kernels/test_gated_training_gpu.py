@@ -1,7 +1,4 @@
-"""Gated LoRA on a CUDA device: noisy rows that run by themselves against one pass by autograd.
-
-python -m pytest tests/gpu -m gpu
-"""
+"""Gated LoRA on a CUDA device: noisy rows that run by themselves against one pass by autograd."""
 
 from __future__ import annotations
 
@@ -12,11 +9,6 @@ from idlm.train.model.attention import register_attention
 from idlm.train.model.gated_lora import AdaptedLinear
 from idlm.train.model.load import compile_layers
 from tests.unit.training.test_gated_lora import InOnePass, adapted, batch_of_two, gradients
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 
 
 def on_gpu(seed: int) -> dict[str, torch.Tensor]:

@@ -1,7 +1,4 @@
-"""Lists, and sums before blocks, on a GPU: random steps within twice PyTorch's own error.
-
-python -m pytest tests/gpu/kernels/sparse/test_listed_attention_gpu.py -m gpu
-"""
+"""Lists, and sums before blocks, on a GPU: random steps within twice PyTorch's own error."""
 
 from __future__ import annotations
 
@@ -25,10 +22,6 @@ from tests.kernels.cases.sparse.listed_attention import (
     random_listed,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 NUM_SEEDS = 42
 FP8 = torch.float8_e4m3fn
 

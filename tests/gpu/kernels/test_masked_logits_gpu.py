@@ -1,8 +1,5 @@
 """Both routes of `masked_logits` on a CUDA device against the definition, at the head of LLaDA-8B, and beyond
-2^31 elements.
-
-python -m pytest tests/gpu/kernels/test_masked_logits_gpu.py -m gpu
-"""
+2^31 elements."""
 
 from __future__ import annotations
 
@@ -12,10 +9,6 @@ import torch
 from idlm.kernels.masked_logits import MAX_BYTES, masked_logits
 from tests.kernels.cases.masked_logits import SHAPES, Case, check_nonfinite, check_ties
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTES = ("chunks", "fused")
 HEAD = (126_464, 4096)

@@ -1,7 +1,4 @@
-"""Bounds of keys and page scores on a CUDA device against their definition.
-
-python -m pytest tests/gpu/kernels/sparse/test_page_bounds_gpu.py -m gpu
-"""
+"""Bounds of keys and page scores on a CUDA device against their definition."""
 
 from __future__ import annotations
 
@@ -9,11 +6,6 @@ import pytest
 import torch
 
 from tests.kernels.cases.sparse.page_bounds import check
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 
 
 @pytest.mark.parametrize(

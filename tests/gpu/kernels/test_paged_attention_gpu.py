@@ -1,7 +1,4 @@
-"""Paged attention on a GPU: random steps within twice PyTorch's own error, and all back ends.
-
-python -m pytest tests/gpu/kernels/test_paged_attention_gpu.py -m gpu
-"""
+"""Paged attention on a GPU: random steps within twice PyTorch's own error, and all back ends."""
 
 from __future__ import annotations
 
@@ -30,10 +27,6 @@ from tests.kernels.cases.paged_attention import (
     visible,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 NUM_SEEDS = 30
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,7 +1,4 @@
-"""The ranking of prefixes on a CUDA device against its definition: many small cases, and long lists.
-
-python -m pytest tests/gpu/kernels/sparse/test_prefix_ranking_gpu.py -m gpu
-"""
+"""The ranking of prefixes on a CUDA device against its definition: many small cases, and long lists."""
 
 from __future__ import annotations
 
@@ -16,10 +13,6 @@ from idlm.kernels.prefix_ranking import attention_share, rank_prefix, workspace_
 from idlm.kernels.prefix_ranking import op as op_module
 from tests.kernels.cases.sparse.prefix_ranking import OLD, Sizes, check_selection, hard_scores, make_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = (
     Sizes(width=32, group=4, head_dim=128, page_size=32, max_slots=640, listed=64),

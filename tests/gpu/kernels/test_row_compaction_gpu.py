@@ -1,12 +1,8 @@
-"""The kernels of row_compaction on a CUDA device against the definition.
-
-python -m pytest tests/gpu/kernels/sparse/test_row_compaction_gpu.py -m gpu
-"""
+"""The kernels of row_compaction on a CUDA device against the definition."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.kernels.cases.sparse.row_compaction import (
     check,
@@ -15,11 +11,6 @@ from tests.kernels.cases.sparse.row_compaction import (
     check_wanted,
     make_case,
 )
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,7 +1,4 @@
-"""The sampling kernels on a CUDA device: random batches against fp64, and one captured step.
-
-python -m pytest tests/gpu/kernels/test_sampling_gpu.py -m gpu
-"""
+"""The sampling kernels on a CUDA device: random batches against fp64, and one captured step."""
 
 from __future__ import annotations
 
@@ -26,10 +23,6 @@ from tests.kernels.cases.sampling import (
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 CASES_PER_SEED = 12
 # Few, because every combination with a tuning and a dtype is compiled anew.
 VOCABULARIES = (37, 4097, 50_257, 151_936)

@@ -1,7 +1,4 @@
-"""The kernels on a GPU: values and gradients of random packings within twice PyTorch's own error.
-
-python -m pytest tests/gpu/kernels/test_split_attention_gpu.py -m gpu
-"""
+"""The kernels on a GPU: values and gradients of random packings within twice PyTorch's own error."""
 
 from __future__ import annotations
 
@@ -26,10 +23,6 @@ from tests.kernels.cases.split_attention import (
     without_padding,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 NUM_SEEDS = 84
 HEAD_DIMS = (128, 64, 128, 96, 32, 128, 256)
 

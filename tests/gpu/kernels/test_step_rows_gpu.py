@@ -1,19 +1,10 @@
-"""Rows, slots and commits by kernels against the plain path, on a GPU: random passes, integers equal.
-
-python -m pytest tests/gpu/kernels/test_step_rows_gpu.py -m gpu
-"""
+"""Rows, slots and commits by kernels against the plain path, on a GPU: random passes, integers equal."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.kernels.cases.step_rows import Case, commit_many
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 
 
 def test_kernels_equal_plain_torch() -> None:

@@ -1,8 +1,5 @@
 """The trunk's kernels on a CUDA device: random shapes per op against float64 with NaN in the padding, a
-row's bits at any number of rows, graph capture with programmatic launches.
-
-python -m pytest tests/gpu/kernels/test_trunk_gpu.py -m gpu
-"""
+row's bits at any number of rows, graph capture with programmatic launches."""
 
 from __future__ import annotations
 
@@ -21,10 +18,6 @@ from idlm.kernels.swiglu import swiglu
 from tests.kernels.cases.plain_torch import rms_norm, rotate
 from tests.kernels.cases.trunk import CHECKS, Draw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES_PER_BATCH, BATCHES = 112, 2
 ADAPTED = {

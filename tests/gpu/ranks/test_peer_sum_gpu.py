@@ -1,8 +1,5 @@
 """Sums over ranks in each other's memory, one process per GPU: values, order, graphs, and ranks that are late
-or gone.
-
-    python -m pytest tests/gpu/ranks/test_peer_sum_gpu.py -m multigpu -s
-"""
+or gone."""
 
 from __future__ import annotations
 
