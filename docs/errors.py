@@ -36,7 +36,7 @@ This page is generated from the source: `python -m docs.errors`.
 """
 
 
-class Told(NamedTuple):
+class Raised(NamedTuple):
     """One way in which a code is raised."""
 
     code: str
@@ -76,7 +76,7 @@ def helper_of(node: ast.AST) -> tuple[str, str] | None:
     return None
 
 
-def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Told]:
+def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Raised]:
     """Every call whose first argument is a code, and every call of `helpers`, codes by name."""
     scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     constants = assigned(tree.body)
@@ -98,7 +98,7 @@ def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Told]:
         text = text_of(message, local)
         if text == GAP and not (isinstance(node.func, ast.Name) and node.func.id == "UserError"):
             text = "cannot open ..."
-        yield Told(text_of(node.args[0], {}), text, text_of(fix, local))
+        yield Raised(text_of(node.args[0], {}), text, text_of(fix, local))
 
 
 def is_code(node: ast.expr) -> bool:
@@ -120,7 +120,7 @@ def assigned(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
     return {name: values[0] for name, values in found.items() if len(values) == 1}
 
 
-def every_code() -> list[Told]:
+def every_code() -> list[Raised]:
     """All codes of the source, in order, each way of raising it once."""
     paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]

@@ -245,7 +245,7 @@ def fsync(path: Path) -> None:
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    # The digest tells a damaged manifest from a damaged file.
+    # The digest distinguishes a damaged manifest from a damaged file.
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "files": files, "digest": digest}, indent=1) + "\n"
 

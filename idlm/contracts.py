@@ -47,7 +47,7 @@ class Constraint:
             raise UserError("IDLM-0474", f"constraint: {problem}", fix=fix)
 
     def _problem(self) -> str:
-        """What is wrong; what the grammar engine finds is not known here."""
+        """What is wrong; problems that the grammar engine detects are not known here."""
         if self.kind not in get_args(ConstraintKind):
             return f"kind={self.kind!r} is unknown"
         if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT:

@@ -1,9 +1,9 @@
 """Atomic publication of a checkpoint directory, with a sha256 manifest that `idlm.checkpoint.verify` reads.
 
 A publisher writes into a staging directory next to the target; the directory is hashed, flushed to disk and
-swapped in as a whole. A reader finds the old checkpoint or the new one, never a mixture and never nothing.
+swapped in as a whole. A reader gets the old checkpoint or the new one, never a mixture and never nothing.
 The publisher holds a lock (flock) in its staging directory as long as it lives, so that the next publisher
-can tell the leftovers of a dead one from the work of a live one."""
+can distinguish the leftovers of a dead one from the work of a live one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a checkpoint MEANS: causality, shift, block, mask id, stride and stop ids, in `idlm_config.json`.
 
-The weights do not tell: an I-DLM and an SDAR checkpoint share architecture strings and tensor names. The
+The weights do not show it: an I-DLM and an SDAR checkpoint share architecture strings and tensor names. The
 trainer of a model therefore writes this file next to `config.json`."""
 
 from __future__ import annotations

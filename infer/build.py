@@ -475,7 +475,7 @@ def _resolve_graphs(
         )
     ahead = settings.num_inflight_steps
     if ahead is None:
-        # With `reuse` only the results of a pass tell how many rows the next one needs.
+        # With `reuse` only the results of a pass show how many rows the next one needs.
         ahead = 4 if is_cuda and graphs == "on" and policy.reuse is None else 0
     return dataclasses.replace(settings, graphs=graphs, num_inflight_steps=ahead)
 

@@ -87,7 +87,7 @@ class PartAnswerer:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Answer one part. `batch` has its fields, each as an array of one element. Returns the error of a
-        row that the engine refuses, so that the other parts go on, or of the engine.
+        row that the engine refuses, so that the other parts continue, or of the engine.
         """
         part = Part(**{name: plain_value(values[0]) for name, values in batch.items()})
         config, read = job_of(part, self._config)

@@ -5,8 +5,8 @@ ai-dynamo 1.6.1.
     python recipes/serve_dynamo.py model=PATH served_model_name=mine        (one for each GPU)
     python -m dynamo.frontend --discovery-backend file --request-plane tcp --event-plane zmq --http-port 8000
 
-With `discovery=file` workers and front end find each other in the folder DYN_FILE_KV of one machine, without
-etcd or NATS. Options are those of the engine, `sampling.*` (the defaults of requests) and those of
+With `discovery=file` workers and front end discover each other in the folder DYN_FILE_KV of one machine,
+without etcd or NATS. Options are those of the engine, `sampling.*` (the defaults of requests) and those of
 `DynamoConfig`. A request has one answer (n=1): Dynamo ends a stream at its first finish reason.
 """
 

@@ -1,4 +1,4 @@
-"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
+"""Collects everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
 
 An option without effect is refused too (train/unused.py)."""
 
@@ -130,7 +130,7 @@ def _path_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _not_finite(values: Any, key: str = "") -> Iterator[str]:
-    """Numbers anywhere in `values` that are nan or infinite, which most comparisons do not find."""
+    """Numbers anywhere in `values` that are nan or infinite, which most comparisons miss."""
     if isinstance(values, float) and not math.isfinite(values):
         yield f"{key}={values} must be a finite number"
     elif isinstance(values, dict):

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from idlm.train.report import Sampler
 
 TIME_UP_STATUS = 85
-"""The status by which HTCondor knows a job that has saved its state and wants to go on."""
+"""The status by which HTCondor recognises a job that has saved its state and is to continue."""
 HELP = CommandHelp(
     name="idlm-train",
     usage="[recipe=NAME] [key=value ...]",
     summary="Converts an AR checkpoint into an I-DLM or a block diffusion model, or trains an AR base.\n"
-    "A run writes a checkpoint and a report to output_dir; started again, it goes on where it stopped.",
+    "A run writes a checkpoint and a report to output_dir; started again, it continues where it stopped.",
     examples=(
         "idlm-train recipe=tiny",
         "idlm-train recipe=own model.path=/models/mine data.path=chats.jsonl dry_run=true",

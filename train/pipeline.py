@@ -173,7 +173,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     route_library_output()
     args = training_arguments(config)
     with (
-        # accelerate would import it where it is installed, to find that a model is not wrapped by it.
+        # accelerate would import it where it is installed, to check that a model is not wrapped by it.
         absent(*() if uses_deepspeed(config.train) else ("deepspeed",)),
         watching(config.train.hang_seconds, launcher=launcher) as watchdog,
         exclusive_output(config.output_dir),

@@ -10,7 +10,7 @@ compile_masked (`canvas/native.py`). Ours: paper (attention whole, 48 KiB a toke
 (attention whole, planned), ours (query chunks).
 Part `l_max` bisects with `probe_layers` layers, the other layers' weights as ballast. Part `step` runs
 `layers` layers (0: all); its floor is linear FLOPs at the rate of the best library product plus attention
-FLOPs at the rate of the best library attention, both of this run. Arms that fail, are late or find no memory
+FLOPs at the rate of the best library attention, both of this run. Arms that fail, are late or get no memory
 are printed with the reason. No part starts after `budget_s`. `quick` fits into 5 minutes of one H200.
 """
 
@@ -61,7 +61,7 @@ PHYSICAL_SLACK = 64 << 20
 class Session:
     """One run of a model: its options, what it could not measure, and its rows to come.
 
-    A row names the GPU, and asking for the name may leave a context of this process on it. So rows are made
+    A row names the GPU, and reading the name may leave a context of this process on it. So rows are made
     after the last measurement.
     """
 
@@ -74,7 +74,7 @@ class Session:
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
         self.pending.append(((case, metric, value, unit), more))
 
-    def ask(self, kind: str, arm: str = "", **fields: Any) -> dict[str, Any] | None:
+    def measured(self, kind: str, arm: str = "", **fields: Any) -> dict[str, Any] | None:
         """The answer of a task in a fresh process; None, with a printed reason, if there is none."""
         device, dtype = self.options["device"], self.options["dtype"]
         task = Task(kind=kind, model=self.model, arm=arm, device=device, dtype=dtype, **fields)
@@ -122,7 +122,7 @@ def measure(arguments: list[str]) -> int:
                 PARTS[part](session)
     finally:
         for session in sessions:
-            # Cases of some metrics have no model, so the command tells it.
+            # Cases of some metrics have no model, so the command names it.
             words = [f"models={session.model}"] * (session.model != "llada_8b") + ["quick=true"] * is_quick
             report = Report("memory", options, " ".join(["python -m benchmarks.memory", *words]))
             for row, more in session.pending:
@@ -145,7 +145,7 @@ def measure_l_max(session: Session) -> None:
                 sizes: dict[str, Any] = {"prompt_share": share, "length": guess, "cap_gib": cap}
                 for allocator in session.allocators(arm):
                     is_expandable = ALLOCATORS[allocator]
-                    answer = session.ask("l_max", arm, layers=layers, expandable=is_expandable, **sizes)
+                    answer = session.measured("l_max", arm, layers=layers, expandable=is_expandable, **sizes)
                     if answer is not None:
                         found[arm, allocator] = answer["length"]
             add_l_max(session, cap, share, found)
@@ -173,14 +173,14 @@ def add_l_max(session: Session, cap: float, share: float, found: dict[tuple[str,
 def measure_steps(session: Session) -> None:
     """Step time of every arm at every length and prompt share, for each choice of layers."""
     lengths = tuple(numbers(session.options["lengths"]))
-    rates = session.ask("rates", lengths=lengths)
+    rates = session.measured("rates", lengths=lengths)
     for layers in numbers(session.options["layers"]):
         for share in session.shares:
             found: dict[tuple[int, str], float] = {}
             for arm in session.arms:
                 for allocator in session.allocators(arm):
                     sizes = {"prompt_share": share, "lengths": lengths, "layers": layers}
-                    answer = session.ask("step", arm, expandable=ALLOCATORS[allocator], **sizes)
+                    answer = session.measured("step", arm, expandable=ALLOCATORS[allocator], **sizes)
                     for length, timed in (answer or {"lengths": {}})["lengths"].items():
                         if "reason" in timed:
                             label = f"step {session.model} {arm} {allocator} length={length}"
@@ -218,7 +218,7 @@ def measure_timelines(session: Session) -> None:
     for arm in session.arms:
         is_expandable = ALLOCATORS[session.allocators(arm)[-1]]
         sizes = {"length": TIMELINE_LENGTH, "layers": TIMELINE_LAYERS}
-        answer = session.ask("timeline", arm, expandable=is_expandable, **sizes)
+        answer = session.measured("timeline", arm, expandable=is_expandable, **sizes)
         if answer is not None:
             found[arm] = answer
             add_timeline(session, arm, answer)

@@ -5,13 +5,13 @@
 
 Sets: with exact attention in every pass, how much of each pass's per-block oracle set an arm's set has
 (`oracle_recall`; of MAGE along the passes, also in the AR base of the model), and of each row's own set
-(`estimation_accuracy`). Answers: of the engine, with `steps` passes a block in every arm: share of the asked
-keys with the right value (`needle_accuracy`), and of answers that are those of exact attention, token by
-token (`agreement_with_exact`). Budgets k are parts of the context. `records` (keys in a context, of which the
-level's `requested` are asked) and `contexts` set the difficulty: exact answers should be 70 to 98 % right, so
-that there is room for mistakes. Exact attention answers at all contexts first; then come the sets, at budgets
-of `sets_parts`; then the arms answer, budget by budget, at the contexts that leave room (the two longest), or
-where none does at the one that is nearest to it. Rows are recorded as soon as they are measured.
+(`estimation_accuracy`). Answers: of the engine, with `steps` passes a block in every arm: share of the
+queried keys with the right value (`needle_accuracy`), and of answers that are those of exact attention, token
+by token (`agreement_with_exact`). Budgets k are parts of the context. `records` (keys in a context, of which
+the level's `asked` are queried) and `contexts` set the difficulty: exact answers should be 70 to 98 % right.
+Exact attention answers at all contexts first; then come the sets, at budgets of `sets_parts`; then the arms
+answer, budget by budget, at the two longest contexts of that difficulty, or where there is none at the one
+nearest to it. Rows are recorded as soon as they are measured.
 
 The base passes over the same blocks, under the same mask, with the mask token that training began with. As in
 SparseD's plug-in every block gets a fresh pattern, and this task's answers have one block: that is
@@ -35,7 +35,7 @@ from idlm.infer.build import resolve_device
 from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
-from idlm.tasks.recall_check import asked_pairs
+from idlm.tasks.recall_check import queried_pairs
 from idlm.text.tokenizer import encode_prompt, load_tokenizer
 
 OPTIONS = defaults(
@@ -196,11 +196,11 @@ def answers_of(bench: Bench, context: int, arm: str, part: int | None) -> Answer
 
 
 def needles_found(samples: Sequence[TaskSample], evaluation: Evaluation) -> float:
-    """Share of the asked keys that an answer gives the right value, in their places."""
+    """Share of the requested keys whose value in an answer is right, at their positions."""
     num_right = num = 0
     for sample, done in zip(samples, evaluation.completions, strict=True):
         words = done.text.removeprefix(":").removesuffix(".").split()
-        for index, pair in enumerate(asked_pairs(sample.prompt)):
+        for index, pair in enumerate(queried_pairs(sample.prompt)):
             num, num_right = num + 1, num_right + (tuple(words[2 * index : 2 * index + 2]) == pair)
     return num_right / num
 
@@ -208,7 +208,7 @@ def needles_found(samples: Sequence[TaskSample], evaluation: Evaluation) -> floa
 def add_answers(bench: Bench, each: Answers, exact: Answers) -> None:
     """Rows of needles and whole answers of one arm, and how many of these are those of `exact` attention."""
     case = {"arm": each.arm, "k": "1" if each.part is None else f"1/{each.part}", "context": each.context}
-    # SDAR-8B-Chat at 8K and k = 1024, an eighth of the context, finds all (MAGE, table 3).
+    # SDAR-8B-Chat at 8K and k = 1024, an eighth of the context, retrieves all (MAGE, table 3).
     paper = 1.0 if each.context == 8192 and each.part in (None, 8) else None
     bench.add("needle_accuracy", case, each.needles, paper)
     bench.add("exact_match", case, each.exact_match, exact.exact_match)

@@ -23,7 +23,7 @@ from idlm.infer.engine import Engine
 PARITY = {"num": 16, "num_prompt_tokens": 64, "num_tokens": 32}
 MIXED, GREEDY = "mixed", "greedy"
 STEADY_TURNS = ("first", "short", "long")
-"""Loads of steady decoding. The first one, as short as the second, finds kernels that are not compiled."""
+"""Loads of steady decoding. The first one, as short as the second, compiles the kernels."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Its sampler with top-k and top-p needs a compiler on the machine; no load asks for either.
+    # Its sampler with top-k and top-p needs a compiler on the machine; no load uses either.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",

@@ -21,7 +21,7 @@ from idlm.checkpoint import read_json
 
 BASE, CONTROL = "base", "ar"
 CHAINS = {"short": (4, 8), "long": (12, 16)}
-"""Steps of the problems that are asked; training has all from the shortest to the longest."""
+"""Steps of the test problems; training has all from the shortest to the longest."""
 STRIDES = {BASE: 1, CONTROL: 1, "idlm_4": 4, "block_4": 4, "lora_4": 4}
 """Of the arms, in the order of tables."""
 MACHINE = ("gpu", "num_gpus", "torch", "triton", "commit", "date")

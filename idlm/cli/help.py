@@ -33,7 +33,7 @@ class CommandHelp:
 
 
 def print_help(command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: str = "") -> int:
-    """Print the version if `arguments` ask for that alone, else the help; returns the exit status 0."""
+    """Print the version if `arguments` name only that, else the help; returns the exit status 0."""
     is_version = "-h" not in arguments and "--help" not in arguments
     print(f"idlm {__version__}" if is_version else help_text(command, schema, plugins=plugins))
     return 0

@@ -79,8 +79,8 @@ def absent(key: str) -> str | None:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the member of `known` that is most like `word`, or None if none is similar. A word without a dot
-    is also compared with the last segment of dotted keys, so that `temprature` finds `sampling.temperature`;
-    the whole key wins ties."""
+    is also compared with the last segment of dotted keys, so that `temprature` matches
+    `sampling.temperature`; the whole key wins ties."""
     forms = {key.rpartition(".")[2] if "." not in word else key: key for key in known}
     forms |= {key: key for key in known}
     near = difflib.get_close_matches(word, forms, n=1, cutoff=0.5)

@@ -1,7 +1,7 @@
 """The interface of a verifiable task: samples that are a pure function of their index, and a checker of text.
 
 The generator and the checker of a task share only the language of prompts and responses. The checker executes
-the prompt again, so it finds mistakes of a model and of the generator alike.
+the prompt again, so it detects mistakes of a model and of the generator alike.
 
 A hash of a prompt's skeleton decides its split: renaming leaks no problem. The skeleton is the prompt with
 entities, items and verbs replaced by canonical words. A sample of a split is found by rejection: candidates

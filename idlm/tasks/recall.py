@@ -1,14 +1,14 @@
 """Needles in filler: " Lea finds shells. baq. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
 
 A record is a word of a key and its value; the question has `asked` of them, and each answer repeats its key.
-The rest of the context is filler without keys. With as many records as are asked the task is needle
+The rest of the context is filler without keys. With as many records as questions the task is needle
 retrieval, with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
 
 What makes it learnable in minutes: a record is one token. Attention from a key to it has a gradient from the
 start. Where a key and its value are two tokens, one layer must join them before another gains from looking
-the key up: a GPU run of 158M tokens ended with guesses, while a model of three layers of width 64 finds 99 %
-after 2.7M tokens. An answer's keys stand as far from their questions as all others of a level do; many keys
-are asked at once, some twice where there are fewer records; `ramp` begins with short contexts of few records.
+the key up: a GPU run of 158M tokens ended with guesses; a model of three layers of width 64 retrieves 99 %
+after 2.7M tokens. An answer's keys are as far from their questions as all others of a level; many keys are
+queried at once, some twice where there are fewer records; `ramp` begins with short contexts of few records.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEPS_OF_RAMP = 8
 
 
 class Records(NamedTuple):
-    """The structure of a problem: tokens of the context, the value of each record, which ones are asked."""
+    """The structure of a problem: tokens of the context, the value of each record, which ones are queried."""
 
     context: int
     values: tuple[str, ...]

@@ -17,8 +17,8 @@ def check_recall(prompt: str, response: str) -> Grade:
     return judge(prompt, response, _execute)
 
 
-def asked_pairs(prompt: str) -> list[tuple[str, str]]:
-    """Return the keys that a prompt asks for, in order, with their values."""
+def queried_pairs(prompt: str) -> list[tuple[str, str]]:
+    """Return the keys that a prompt queries, in order, with their values."""
     text, values, asked = prompt, dict[str, str](), list[str]()
     position = 0
     while position < len(text):
@@ -41,6 +41,6 @@ def asked_pairs(prompt: str) -> list[tuple[str, str]]:
 
 def _execute(prompt: str) -> tuple[list[list[str]], str]:
     """Return every pair of the answer, and the last one with what ends it."""
-    pairs = [f" {key} {value}" for key, value in asked_pairs(prompt)]
+    pairs = [f" {key} {value}" for key, value in queried_pairs(prompt)]
     pairs[0] = f":{pairs[0]}"
     return [[pair] for pair in pairs[:-1]], f"{pairs[-1]}."

@@ -141,7 +141,7 @@ def _cut(
         for turn, before, num_ids in prompts:
             if ids[:num_ids] != encode_text(tokenizer, before):
                 raise _disagreement(
-                    turn, "tokenises the turns before it differently when the conversation goes on"
+                    turn, "tokenises the turns before it differently when the conversation continues"
                 )
     if num_turns < len(messages):
         notes.add(TRAILING)
@@ -159,7 +159,7 @@ def _marked(
     template: Template, messages: Sequence[Message], targets: Sequence[int], special: frozenset[int]
 ) -> Conversation | None:
     """Return the conversation as a template with `{% generation %}` blocks marks it; None where the marks do
-    not tell the turns apart, or where an answer is more than what they hold. An end-of-turn token right after
+    not separate the turns, or where an answer is more than what they hold. An end-of-turn token right after
     a block belongs to it: without it the model would never stop."""
     tokenizer = template.tokenizer
     whole, opened = template.draw(messages), template.draw(messages, is_open=True)
@@ -211,7 +211,7 @@ def _require_prefix(shorter: str, longer: str, turn: int) -> None:
 def _disagreement(turn: int, what: str) -> UserError:
     return UserError(
         "IDLM-0214",
-        f"assistant turn at message {turn}: the chat template {what}, so its tokens cannot be told apart",
+        f"assistant turn at message {turn}: the chat template {what}, so its tokens cannot be identified",
         fix="make one sample per assistant turn (data.turns=each), or supervise only the last one "
         "(data.turns=last)",
     )
@@ -305,7 +305,7 @@ class Template:
         where it is known.
 
         A thought that the template leaves out, or writes in another form than the prompt begins it, is put
-        where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be told apart."""
+        where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be separated."""
         history, message = messages[:-1], messages[-1]
         prompt, thought = self.prompt(history), thought_of(message)
         head, prefill = split_prefill(prompt)
@@ -342,7 +342,7 @@ class Template:
             raise UserError(
                 "IDLM-0214",
                 f"assistant turn at message {len(history)}: the chat template renders {head[-40:]!r} "
-                "differently once it is answered, so its tokens cannot be told apart",
+                "differently once it is answered, so its tokens cannot be identified",
                 fix="correct the chat template, or train without one (data.chat_template=false)",
             )
         return closed[len(before) :]

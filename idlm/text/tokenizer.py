@@ -251,8 +251,8 @@ def _has_more_tokens(tokenizer: Any, text: str, maximum: int) -> bool:
 
 
 def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
-    """Return the ids of a text that goes on the text `after`: there, a tokenizer that begins each text with a
-    space (sentencepiece) adds none, except behind a special token."""
+    """Return the ids of a text that continues the text `after`: there, a tokenizer that begins each text with
+    a space (sentencepiece) adds none, except behind a special token."""
     if after and text and _adds_space(tokenizer):
         ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
         end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)

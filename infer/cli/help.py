@@ -184,7 +184,7 @@ def _assigned(node: ast.ClassDef) -> dict[str, ast.expr | None]:
 
 
 def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
-    """What `describe=true` prints. Finds every mistake that can be found without weights."""
+    """What `describe=true` prints. Reports every mistake that can be detected without weights."""
     outline, checked, decoder = _read(arguments)
     accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
     lines = [f"decoder     {decoder.name}{_values(decoder.config)}", f"accelerator {accelerators or 'none'}"]

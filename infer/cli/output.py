@@ -110,7 +110,7 @@ def _lock(path: Path, output: str) -> int | None:
 def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:
     with translate_path_errors("IDLM-0442", output, fix="choose another output="):
         path, partial = Path(output), partial_path(output)
-        # The partial file has the longer name, so this also finds a name that is too long.
+        # The partial file has the longer name, so this also detects a name that is too long.
         has_partial, exists = partial.exists(), path.exists()
         if path.is_dir() or not path.parent.is_dir():
             reason = "is a folder" if exists else f"is in {str(path.parent)!r}, which is not a folder"

@@ -89,8 +89,8 @@ def read_lines(
 
 
 def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:
-    """Read all requests, to find mistakes before a model is loaded. UserError IDLM-0430 if the file `source`
-    has none, IDLM-0465 for two lines with one id."""
+    """Read all requests, to detect mistakes before a model is loaded. UserError IDLM-0430 if the file
+    `source` has none, IDLM-0465 for two lines with one id."""
     locations: dict[str, str] = {}
     for line in lines:
         first = locations.setdefault(line.request_id, line.location)

@@ -69,7 +69,7 @@ class EngineArm:
 
 
 def to_greedy(done: Completion) -> Greedy:
-    """The answer of a request that asked for two log-probabilities a token."""
+    """The answer of a request for two log-probabilities a token."""
     assert done.logprobs is not None
     return Greedy(done.token_ids, tuple(_margin(token.top.values()) for token in done.logprobs))
 
@@ -189,7 +189,7 @@ def _is_ready(url: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end; what is left of its session after a while is killed."""
+    """Terminate it; what is left of its session after a while is killed."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)

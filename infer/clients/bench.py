@@ -89,7 +89,7 @@ def _check_plot(plot: str | None) -> None:
 
 
 def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[str]) -> list[ArmPlan]:
-    """The arms, in order. Finds what can be wrong before a model is loaded."""
+    """The arms, in order. Checks the settings before a model is loaded."""
     options: dict[str, Any] = {"api_key": config.api_key, "timeout": config.timeout}
     if config.url:
         from idlm.infer.clients.http import Server

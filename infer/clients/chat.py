@@ -128,7 +128,7 @@ class Chat:
                 self._view.note(f"error {error}")
                 num_failed += not self._view.is_terminal
             except KeyboardInterrupt as interrupt:
-                # SIGTERM ends the command everywhere, Ctrl-C where there is no terminal to go on.
+                # SIGTERM ends the command everywhere, Ctrl-C where there is no terminal.
                 if isinstance(interrupt, command.Terminated) or not self._view.is_terminal:
                     raise
                 self._view.note("")

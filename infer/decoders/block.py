@@ -8,7 +8,7 @@ sequence is at a step of its own.
 LLaDA2.2's edits that delete and insert positions are in `kernels/block_step`.
 Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
 settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
-one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
+one-hot one has no information); an edit writes the argmax whatever the temperature, else edits would not end.
 Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes.
 """
 
@@ -111,7 +111,7 @@ class BlockDecoder(Decoder):
         return self.shape.size
 
     def check_options(self, config: BlockConfig, options: Mapping[str, Any]) -> None:
-        """A request cannot ask for edits in an engine whose passes make none."""
+        """A request cannot enable edits in an engine whose passes make none."""
         check(config, self.shape.size, prefix="decoder_options.")
         warn_of_unread(config.strategy, self._strategy.reads, options, prefix="decoder_options.")
         if config.sure_edit < NO_EDITS and not self._edits:

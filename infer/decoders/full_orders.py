@@ -164,7 +164,7 @@ def factor_quota(scores_BW: Tensor, is_maskable_BW: Tensor, factor_B: Tensor) ->
     maskable positions, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding)."""
     scores_BW = torch.where(is_maskable_BW, scores_BW, -torch.inf).sort(dim=-1, descending=True).values
     number_W = torch.arange(1, scores_BW.shape[1] + 1, device=scores_BW.device)
-    # The left side grows with n, so that counting finds the largest.
+    # The left side grows with n, so that counting gives the largest.
     return ((number_W + 1) * (1 - scores_BW) < factor_B[:, None]).sum(-1).clamp(min=1)
 
 

@@ -109,7 +109,7 @@ def fed_canvases(is_fed_BL: Tensor, *, num_rows: int | None) -> FedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvases:
-    """Canvases as a pass finds them. The active block of sequence b lies in [known_B[b], block_ends_B[b]).
+    """Canvases before a pass. The active block of sequence b lies in [known_B[b], block_ends_B[b]).
     Bool [B, L]: positions without a token (`is_mask_BL`), and with one that the last pass has decided."""
 
     slot_L: Tensor

@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 class FileTask(ABC):
-    """`records` are the problems. A subclass says which fields they have, what is asked and what is right."""
+    """`records` are the problems. A subclass defines their fields, the question and the right answer."""
 
     fields: ClassVar[Mapping[str, type]]
     """Fields that every record needs."""

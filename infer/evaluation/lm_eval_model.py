@@ -206,7 +206,7 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
         task = TaskManager(include_defaults=False).load([str(path)])["tasks"][name]
         task.build_all_requests(limit=1)
         num_fewshot = int(task.config.num_fewshot or 0)
-    # Templates, filters and `datasets` raise many kinds of errors for fields they do not find.
+    # Templates, filters and `datasets` raise many kinds of errors for missing fields.
     except Exception as error:
         fix = f"install what it names, or give the problems of this task, with the fields of {source}"
         if "antlr4" in str(error):
@@ -224,7 +224,7 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
 
 
 def _stay_offline() -> None:
-    """Make nltk refuse to download its data, which lm-eval's IFEval asks for."""
+    """Make nltk refuse to download its data, which lm-eval's IFEval requests."""
     try:
         import nltk
     except ModuleNotFoundError:

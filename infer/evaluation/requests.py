@@ -1,5 +1,5 @@
-"""What an evaluation harness asks of a language model, answered by an engine: texts up to a stop string, and
-log-likelihoods of continuations. `lm_eval_model.py` is the adapter of lm-eval."""
+"""Requests of an evaluation harness to a language model, answered by an engine: texts up to a stop string,
+and log-likelihoods of continuations. `lm_eval_model.py` is the adapter of lm-eval."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class EngineRequests:
         return [scores[text] for text in texts]
 
     def _cut(self, texts: list[list[int]], longest: list[int]) -> list[list[int]]:
-        """The texts without the beginning that has no room, of which a warning tells."""
+        """The texts, with a beginning that does not fit cut off, which is logged as a warning."""
         num_cut = sum(len(ids) > num for ids, num in zip(texts, longest, strict=True))
         if num_cut:
             note = f"{num_cut} of {len(texts)} contexts lose their beginning: max_length="

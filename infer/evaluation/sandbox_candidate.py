@@ -1,6 +1,6 @@
 """The program that runs a candidate's text inside the sandbox and calls its functions on request, and the
-form in which arguments and results travel: lines of JSON. Iterators stay where they are: the other side asks
-for each item. It is given to Python as text (`python -c`), so it imports nothing of ours."""
+form in which arguments and results travel: lines of JSON. Iterators stay where they are: the other side
+requests each item. It is given to Python as text (`python -c`), so it imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Lost(BaseException):
 
 
 class Peer:
-    """One side of the pipe: it asks the other side, and answers meanwhile. `iterators`: those of this side
-    that the other one holds, each with the wire of its call."""
+    """One side of the pipe: it sends requests to the other side, and answers meanwhile. `iterators`: those of
+    this side that the other one holds, each with the wire of its call."""
 
     def __init__(self, send: Send, receive: Callable[[], Message], serve: Send | None = None) -> None:
         self.send, self._receive, self._serve = send, receive, serve
@@ -76,7 +76,7 @@ class Peer:
         self._numbers: dict[int, int] = {}
 
     def exchange(self, message: Message) -> Message:
-        """The reply to a message. RuntimeError if the other side asks for what it was not given."""
+        """The reply to a message. RuntimeError if the other side requests what it was not given."""
         self.send(message)
         while True:
             reply = self._receive()
@@ -89,7 +89,7 @@ class Peer:
 
     def next_item(self, number: Any) -> Message:
         if not isinstance(number, int) or not 0 <= number < len(self.iterators):
-            raise RuntimeError("the program asked for something else than an item")
+            raise RuntimeError("the program requested something else than an item")
         iterator, wire = self.iterators[number]
         try:
             return wire.reply(next(iterator))

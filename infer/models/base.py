@@ -251,7 +251,7 @@ class Family(ABC):
     foreign_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other models with the same architecture string, and the names of those models."""
     unknown_semantics: ClassVar[str | None] = None
-    """Why the architecture string does not tell how a model decodes; None: it does."""
+    """Why the architecture string does not determine how a model decodes; None: it does."""
     causality: ClassVar[str] = "causal"
     """As in `Semantics`. A conversion may change a causal family; all others keep it and `logit_shift`."""
     logit_shift: ClassVar[bool] = True

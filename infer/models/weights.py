@@ -1,4 +1,4 @@
-"""Finds the safetensors files of a checkpoint, checks their headers, and copies their tensors one at a time
+"""Lists the safetensors files of a checkpoint, checks their headers, and copies their tensors one at a time
 into memory that the model already owns; never opens pickles."""
 
 from __future__ import annotations

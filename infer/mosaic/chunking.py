@@ -1,10 +1,10 @@
 """Lazy chunking: the fewest chunks with which a forward pass fits, found once per request.
 
-Mosaic (section 4.4) computes everything whole while it fits, and else gives the operator that makes the
-peak one chunk more, until the peak fits or cannot be cut. This file finds the same counts faster: as long as
-an operator has more bytes alive than the capacity, no plan fits, so the paper's search cannot stop before its
+Mosaic (section 4.4) computes everything whole while it fits, and else gives the operator that makes the peak
+one chunk more, until the peak fits or cannot be cut. This file computes the same counts faster: as long as an
+operator has more bytes alive than the capacity, no plan fits, so the paper's search cannot stop before its
 count is large enough. That search never raises the count further, and the count depends on no other count,
-because tensors of chunk size live in loops of one chunk count only. A binary search finds it. From there on
+because tensors of chunk size live in loops of one chunk count only. A binary search gives it. From there on
 the search goes one chunk at a time, which matters only where first fit leaves a gap.
 
 Departures from the paper: query rows are chunked too; a chunk has at least `min_rows` rows; the error names

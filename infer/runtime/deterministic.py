@@ -26,7 +26,7 @@ sys.exit(0 if check_rows_agree(torch.device("cpu"), torch.float32) else 1)
 
 
 def request_strict_products(device: torch.device) -> None:
-    """Ask MKL for its strict mode, for this whole process, unless the environment names a mode."""
+    """Set the strict mode of MKL for this whole process, unless the environment names a mode."""
     if device.type == "cpu":
         os.environ.setdefault(MKL_VARIABLE, STRICT)
 

@@ -29,14 +29,14 @@ from idlm.infer.server.service import Service
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of pages that this machine serves."""
 MAX_WARNING = 1000
-"""Characters of the header that tells what is not enforced."""
+"""Most characters of the header that lists what is not enforced."""
 
 
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
     """The whole application: the routes behind the guard, for pages of allowed origins too."""
     config = service.config
     guarded = Guard(routes(service), config, api_key=api_key, observe=service.metrics.responded)
-    # Outside of the guard: a browser asks without the key whether it may send it, and refusals are readable.
+    # Outside of the guard: a browser's preflight request has no key, and refusals are readable.
     return CORSMiddleware(
         guarded,
         allow_origins=config.allowed_origins or (),
@@ -78,7 +78,7 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
     @app.get("/")
     @app.get("/docs", include_in_schema=False)
     async def root() -> Response:
-        """What this is, and where to go on."""
+        """The name of the server, and links."""
         paths = [path for path in app.openapi()["paths"] if path != "/"]
         about = {"name": "idlm", "version": __version__, "model": service.model_name}
         return json_response({**about, "status": service.status, "routes": paths, "schema": app.openapi_url})
@@ -149,7 +149,7 @@ async def _respond(request: Request, reply: Reply, generation: Generation, *, st
 
 
 def warning_headers(generation: Generation) -> dict[str, str]:
-    """A header that tells what of the request does not hold, if anything."""
+    """A header that lists what of the request is not enforced, if anything."""
     notes = "; ".join(generation.notes)[:MAX_WARNING]
     # JSON has no line breaks and only ASCII.
     return {"warning": f"299 idlm {json.dumps(notes)}"} if notes else {}
@@ -207,7 +207,7 @@ async def connected(request: Request) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError as error:
-        # Another cancellation, that of a server which ends, goes on.
+        # Another cancellation, that of a server which ends, is raised.
         if not is_gone or task.uncancel():
             raise
         raise ClientGoneError from error

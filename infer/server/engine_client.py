@@ -1,4 +1,4 @@
-"""The engine process as the front end sees it: started, asked, and started again when it dies. All of it runs
+"""The engine process in the front end: started, called, and started again when it dies. All of it runs
 in one event loop.
 
 A request fails when the process that works on it ends: its client may have read a part of the answer. A

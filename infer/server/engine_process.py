@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run(connection: socket.socket) -> int:
-    """Build the engine that the first message asks for, and serve it; returns the exit status."""
+    """Build the engine that the first message describes, and serve it; returns the exit status."""
     inbox, received = Inbox(connection), list[Message]()
     while inbox.is_open and not received:
         received = inbox.take(None)

@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in an answer, and which of them a chat template asks for."""
+"""Reasoning and calls of tools in an answer, and which of them a chat template requires."""
 
 from __future__ import annotations
 

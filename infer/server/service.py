@@ -81,7 +81,7 @@ class Service:
         return self.client.num_open + self._encoding.total()
 
     def describe(self) -> dict[str, Any]:
-        """What /server_info says, also before the engine is ready, when routers find the server; no key."""
+        """The answer of /server_info, also before the engine is ready; no key."""
         info, config = self.client.info, self.config
         return {
             "version": __version__,
@@ -171,7 +171,7 @@ class Service:
         return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)
 
     def _check_tools(self, has_tools: bool) -> None:
-        """Raise ApiError for tools that nothing tells the model about, or whose calls nothing reads."""
+        """Raise ApiError for tools that are not in the model's prompt, or whose calls nothing reads."""
         template = all_template_text(self.tokenizer)
         if has_tools and "tools" not in template:
             raise FieldError("tools", "the model's chat template knows no tools")

@@ -65,7 +65,7 @@ class TemplateProcess:
         return str(answer["text"])
 
     def is_ready(self) -> bool:
-        """Whether it has started and can be asked, or has ended, which the next question finds."""
+        """Whether it has started and accepts questions, or has ended, which the next question shows."""
         if self._is_ready or self._is_closed:
             return True
         poll = select.poll()
@@ -91,7 +91,7 @@ class TemplateProcess:
 
     def _exchange(self, question: bytes) -> dict[str, Any]:
         if not self._is_ready:
-            # It has started beside other work; its first line says that it can be asked.
+            # It has started beside other work; its first line shows that it is ready.
             self._connection.settimeout(START_SECONDS)
             self._read()
             self._connection.settimeout(ANSWER_SECONDS)
@@ -142,7 +142,7 @@ class TemplateProcesses:
             process.close()
 
     def _ready(self) -> TemplateProcess:
-        """An idle process that can be asked; after a time one that has not started."""
+        """An idle process that accepts questions; after a time one that has not started."""
         for num_looks in itertools.count():
             late = self._idle if num_looks >= START_SECONDS / LOOK_SECONDS else []
             if found := [process for process in self._idle if process.is_ready()] or late:

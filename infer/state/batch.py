@@ -106,7 +106,7 @@ class WantedRows:
 
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
         """The likeliest token of every row of `is_wanted_X` (bool), ties to the lower id, without the ids
-        `forbidden_S` (int64); None where only logits tell. `entropy`: also return it. For other rows
+        `forbidden_S` (int64); None where it depends on logits. `entropy`: also return it. For other rows
         everything is 0."""
         if self._weight_VD is None:
             return None
@@ -471,8 +471,8 @@ class StepOutcome:
 
     Of its drafts `num_tested_B` were tested, until the first rejection, and `num_accepted_B` accepted.
     `logprobs` of the tokens, if the batch wants them: chosen [B, J], ids and numbers of the likeliest [B, J,
-    K]; None: logits of wanted row first_logit_B[b] + j tell those of token j. `nonfinite_B`: 1 where tokens
-    were drawn from logits that are not finite; more where only the next drafts were. All int64."""
+    K]; None: token j has those of the logits of wanted row first_logit_B[b] + j. `nonfinite_B`: 1 where
+    tokens were drawn from logits that are not finite; more where only the next drafts were. All int64."""
 
     token_ids_BJ: Tensor
     num_emitted_B: Tensor

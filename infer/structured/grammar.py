@@ -33,7 +33,7 @@ OWN_SECONDS = 0.05
 """Slow masks that a grammar may have in that time although others have used the budget up."""
 FAST_PASSES = 64
 """After so many passes without a slow mask a grammar is not on trial any more."""
-TOO_SLOW = "it takes too long to find the tokens that may follow, because it is too ambiguous"
+TOO_SLOW = "it takes too long to compute the tokens that may follow, because it is too ambiguous"
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 NUM_PEERS, PEER_SECONDS = 8, 0.1

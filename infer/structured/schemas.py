@@ -1,7 +1,7 @@
 """Constraints as rules of llguidance's Lark, and what it leaves out of a JSON schema.
 
 Annotations that it does not know refuse no request: they are left out, which is noted. Anything else that it
-does not support is a problem, unless the schema itself asks for leniency."""
+does not support is a problem, unless the schema itself sets `lenient`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from idlm.contracts import Constraint
 
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "lenient": True}
-"""Without a bound, a model that is not sure how to go on may write blanks for ever."""
+"""Without a bound, a model may write blanks for ever."""
 ANY_OBJECT = {"type": "object"}
 OPTIONS_KEY = "x-guidance"
 _NOT_LENIENT = {"$comment": "not lenient"}
-"""Marks a schema within a grammar that does not itself ask for the leniency that `json_rule` adds."""
+"""Marks a schema within a grammar that does not itself set the leniency that `json_rule` adds."""
 LEFT_OUT = {"uniqueItems": "uniqueItems is not enforced"}
-"""Keywords without which a schema still tells what answers look like."""
+"""Keywords without which a schema still describes answers."""
 _FORMAT, _KEYS, _ONE_OF = "Unknown format: ", "Unimplemented keys: ", "oneOf "
 _TIMES = re.compile(r" \(\d+ times\)$")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -45,7 +45,7 @@ def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> tuple[tupl
 
 
 def _is_lenient(constraint: Constraint) -> bool:
-    """Of a grammar, whether each schema does: a warning does not tell which one it is about."""
+    """Of a grammar, whether each schema does: a warning does not name the schema."""
     if constraint.kind == "grammar":
         # Of a grammar that a user writes, llguidance refuses what other schemas have.
         return json.dumps(_NOT_LENIENT)[1:-1] not in constraint.text

@@ -1,4 +1,4 @@
-"""Which rows of a block go on behind its first layers (FOCUS); contract in README.md."""
+"""Which rows of a block remain after its first layers (FOCUS); contract in README.md."""
 
 from idlm.kernels.block_eviction.op import begin_blocks, block_importance, finish_blocks, select_positions
 from idlm.kernels.block_eviction.types import (

@@ -71,7 +71,7 @@ def select_positions(
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
     or is not `is_mine_B`, keeps every position that is fed and sees its whole block. `sees_processed`:
-    positions that were processed before are seen even right of the last one that goes on."""
+    positions that were processed before are seen even right of the last one that remains."""
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
         return plain.select_positions(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     import triton
@@ -97,7 +97,7 @@ def select_positions(
 
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
-    """Begin the state of new blocks, and find the rows of tokens that are frozen: they are not computed. An
+    """Begin the state of new blocks, and locate the rows of tokens that are frozen: they are not computed. An
     edited token thaws."""
     if not runs_kernels(fed.slots_R):
         return plain.begin_blocks(state, fed, rules)

@@ -1,8 +1,7 @@
 """The Triton kernels of a block-diffusion pass: its rows and its decisions. Small integers, few launches.
 
-Every program sums the rows of all sequences to find those of its own, so programs exchange nothing. B
-sequences, b some of them, R rows, X wanted rows, W positions of a block, Z lanes, L columns of the token
-table."""
+Every program sums the rows of all sequences to locate its own, so programs exchange nothing. B sequences, b
+some of them, R rows, X wanted rows, W positions of a block, Z lanes, L columns of the token table."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class Resizing:
     def store(
         self, lanes_B: Tensor, samples_B: Tensor, held: Held, is_mask_BW: Tensor, is_clean_B: Tensor
     ) -> None:
-        """Keep the state of blocks that go on. `samples_B` (bool): those of this pass; `is_mask_BW` (bool):
-        masks before it."""
+        """Save the state of blocks that continue. `samples_B` (bool): those of this pass; `is_mask_BW`
+        (bool): masks before it."""
         late_B = torch.where(samples_B, self.num_late(lanes_B, is_mask_BW), self.num_late_Z[lanes_B])
         self.is_new_ZW[lanes_B] = held.is_new_BW & ~is_clean_B[:, None]
         self.num_late_Z[lanes_B] = torch.where(is_clean_B, 0, late_B)

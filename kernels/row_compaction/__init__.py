@@ -1,4 +1,4 @@
-"""The rows that a pass goes on with, packed again; contract in README.md."""
+"""The remaining rows of a pass, packed again; contract in README.md."""
 
 from idlm.kernels.row_compaction.op import compact_rows, find_index, gather_rows, keep_wanted, spread_index
 from idlm.kernels.row_compaction.plain import allot, by_row, flagged

@@ -1,4 +1,4 @@
-"""The Triton kernels of compaction: how many rows each sequence goes on with, where they go, and a gather.
+"""The Triton kernels of compaction: how many rows of each sequence remain, where they go, and a gather.
 
 B sequences, R rows, I rows that are left, W positions of a block (SIZE, padded to BLOCK_W)."""
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_needed(rows, drop, b, B, DROPS_STORED: tl.constexpr, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Of sequences `b`: rows before the block, the scheduled ones of these, and all else that goes on."""
+    """Of sequences `b`: rows before the block, the scheduled ones of these, and all others that remain."""
     w = tl.arange(0, BLOCK_W)
     m_b = b < B
     m_bw = m_b[:, None] & (w < SIZE)[None, :]
@@ -46,7 +46,7 @@ def count_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program: which sequences wait, how many rows before its block each sequence goes on with, and
+    """One program: which sequences wait, how many rows before its block each sequence retains, and
     where its rows begin."""
     new_cu_rows_B1, num_before_B, demand_B, waits_B = out
     CHUNK: tl.constexpr = 16
@@ -128,7 +128,7 @@ def index_kernel(
         row = tl.zeros([BLOCK], tl.int64)
         narrows = tl.zeros([BLOCK], tl.int1)
         if drop.limits_R is not None:
-            # Row 0 itself, as it goes on.
+            # Row 0 itself, as it remains.
             sequence = tl.load(rows.sequence_R)
             w = tl.arange(0, BLOCK_W)
             first = tl.load(drop.rows_BW + sequence * SIZE + w, mask=w < SIZE, other=-1)

@@ -1,5 +1,5 @@
-"""Rows that go on, packed again in two launches, and what is aligned with them gathered in one. Nothing waits
-for the device. Contract in README.md.
+"""Rows that remain, packed again in two launches, and what is aligned with them gathered in one. Nothing
+waits for the device. Contract in README.md.
 
 B sequences, R rows, I rows that are left, W positions of a block, X wanted rows, H rows of the head."""
 
@@ -43,7 +43,7 @@ def compact_rows(
     """Pack the rows that remain into `num_left` rows, in order; the others are padding, which is row 0 with
     mapping -1, origin `num_origins` and no mask.
 
-    With `limit`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
+    With `limit`, sequences that do not fit wait: of them only scheduled rows are left. `num_left` must hold
     all rows that are left; what does not fit is cut off. `drops_stored`: `drop.keep_R` is read at the last W
     rows before a block, too."""
     if not runs_kernels(rows.slots_R):

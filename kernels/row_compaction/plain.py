@@ -151,8 +151,8 @@ def by_row(of_positions_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: in
 
 
 def allot(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Where the rows of each sequence end if sequences take room for `needs_B` rows each, those of the
-    highest priority first, then in order; and which find none (bool): one that does not and all after it."""
+    """Where the rows of each sequence end if sequences take `needs_B` rows each, those of the
+    highest priority first, then in order; and which do not fit (bool): one that does not and all after it."""
     order_B = priority_B.argsort(descending=True, stable=True)
     ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
     return ends_B, (needs_B > 0) & (ends_B > capacity)

@@ -34,8 +34,8 @@ class Drop(NamedTuple):
     """What remains. `rows_BW` int64: the row at each position of a block, -1: none. `keep_R` bool, read at
     these rows: whether they remain; rows before a block always do, and all of the block of `needs_all_B`
     (bool). `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
-    `scheduled_B` int64: the first rows of a sequence, of those that go on, that the host scheduled; None: all
-    before its block. `waits_B` (bool): sequences that did not fit earlier in this pass."""
+    `scheduled_B` int64: the first rows of a sequence, of those that remain, that the host scheduled; None:
+    all before its block. `waits_B` (bool): sequences that did not fit earlier in this pass."""
 
     rows_BW: Tensor
     keep_R: Tensor

@@ -1,7 +1,7 @@
 """Triton kernel: the numbers of a row from the statistics of its chunks; one program per row.
 
-With top-k, top-p or min-p it also finds the threshold: the chunks' maxima give a lower bound, the few tokens
-above it are listed and solved at once, and rows with many such tokens are solved by kernel_search.py."""
+With top-k, top-p or min-p it also computes the threshold: the chunks' maxima give a lower bound, the few
+tokens above it are listed and solved at once; kernel_search.py solves rows with many such tokens."""
 
 from __future__ import annotations
 

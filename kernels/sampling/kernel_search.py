@@ -1,7 +1,7 @@
 """Triton functions: the threshold of top-k or top-p in a whole row, by passes with eight pivots.
 
 They serve rows whose candidates do not fit the list of kernel_probs.py. A sample of the row gives the first
-pivots, so that in 16 bits one pass usually finds the threshold. Logits are ordered by integer keys."""
+pivots, so that in 16 bits one pass usually suffices for the threshold. Logits are ordered by integer keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Triton kernels of planning and committing: small integers, fast because they are few launches.
 
-Every program sums the widths of all sequences to find those of its own rows, so programs exchange nothing.
+Every program sums the widths of all sequences to locate its own rows, so programs exchange nothing.
 B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
 columns of the token table, P pages of a block table."""
 

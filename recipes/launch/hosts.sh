@@ -4,7 +4,7 @@
 # hosts.txt has one line per node: `name slots=8`. Every node sees this repository, the model, the data and
 # output_dir under the same paths (a shared disk); the frozen configuration lies in output_dir. PORT is the port of the
 # first node (default: one that is free here). DeepSpeed kills the ranks 30 s after Ctrl-C or SIGTERM, so that a large
-# checkpoint is not finished and the run goes on from the one before; slurm.sh and torchrun.sh wait for it.
+# checkpoint is not finished and the run continues from the one before; slurm.sh and torchrun.sh wait for it.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Any recipe under Slurm, one torchrun per node:
 #   sbatch --nodes=2 --gpus-per-node=8 recipes/launch/slurm.sh recipe=qwen3_8b model.path=... data.path=...
-# 15 minutes before the time limit the run saves and ends, and the job is put into the queue again, where it goes on
+# 15 minutes before the time limit the run saves and ends, and the job is put into the queue again, where it continues
 # from there. `sbatch --signal=B:USR1@1800 ...` gives it half an hour; then set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to a
 # minute less. A run that ends by its own train.max_minutes is not put into the queue again. `scancel --batch --signal=TERM JOB` saves and ends the job for good.
 #SBATCH --job-name=idlm-train
@@ -40,12 +40,12 @@ here=${LAUNCH_FOLDER:-$(launch_folder)}
 . "$here/common.sh"
 
 : "${SLURM_JOB_NODELIST:?start this file with sbatch}"
-gpus=${GPUS:-${SLURM_GPUS_ON_NODE:?ask for --gpus-per-node, or give GPUS}}
+gpus=${GPUS:-${SLURM_GPUS_ON_NODE:?set --gpus-per-node, or GPUS}}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
 # srun takes the CPUs of a task from this variable alone.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
-# A job that was put into the queue again goes on, whatever it was told when it began.
+# A job that was put into the queue again continues, whatever its first options were.
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || set -- "$@" resume=auto
 config=$(freeze "$@")
 command=(srun --kill-on-bad-exit=1 "$here/slurm_node.sh" "$PYTHON" -m torch.distributed.run

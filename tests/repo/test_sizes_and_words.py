@@ -45,6 +45,17 @@ PERSONS = re.compile(
     re.IGNORECASE,
 )
 """Things are not persons: rows do not fit, a position needs a row."""
+GONE = re.compile(
+    "|".join(
+        (
+            r"\b(?:asks?|asking|goes on|went on|going on)\b",
+            r"(?<!\w\.)\b(?:tells?|telling)\b",
+            r"(?<![\"\w])(?<!Tom )(?<!Lea )\bfinds\b",
+        )
+    ),
+    re.IGNORECASE,
+)
+"""Words of the product's text for which the field has others; models learn sentences with some of them."""
 NAMES = re.compile(
     r"_?(?:places?|dice|told|said|says|rooms?|least|most|recut|goes_on)(?:_[A-Z0-9]+)?|_?asked(?:_[A-Z0-9]+|_for)"
     r"|(?:least|most)_(?!common)\w+|(?!test_)\w+_(?:(?<!in_)places?|recut)(?:_[A-Z0-9]+)?|(?:Mend|Recut)\w+"
@@ -206,7 +217,9 @@ def names_in(name: str, text: str) -> list[str]:
 
 def words_in(name: str, text: str) -> list[str]:
     """Lines of a file with words that do not belong there."""
-    patterns = (PRIVATE, PERSONS, TRACES, MEASURED, *([CONSTANTS] if name.endswith(".py") else []))
+    gone = [] if name.startswith(("tests/", "idlm/tasks/")) else [GONE]
+    constants = [CONSTANTS] if name.endswith(".py") else []
+    patterns = (PRIVATE, PERSONS, TRACES, MEASURED, *gone, *constants)
     return names_in(name, text) + [
         f"{name}:{text.count(chr(10), 0, word.start()) + 1}: {word[0]}"
         for pattern in patterns
@@ -235,6 +248,8 @@ def test_no_private_words_and_no_traces() -> None:
         "# W places of a block",
         "sizes are those of issue 15",
         "the issue's table",
+        "# Training goes on",
+        "# which a config asks for, tells, or finds",
         "def test_sizes_are_those_of_the_issue",
         "the shared facts (section 8)",
         "The lease ended while its arms were decoded",

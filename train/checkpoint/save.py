@@ -256,7 +256,7 @@ class SavingTrainer(Trainer):
         self.at("data")
 
     def expect_saves(self) -> None:
-        """Let the writer allocate the memory of an asynchronous save while training goes on. Collective."""
+        """Start to allocate the memory of an asynchronous save during training. Collective."""
         self.at("save")
         # DeepSpeed makes small files of its own beside what it puts.
         with tempfile.TemporaryDirectory() as folder, self.writer.expecting():

@@ -1,4 +1,4 @@
-"""Writes and publishes the files of a checkpoint: at once, or in a thread while training goes on.
+"""Writes and publishes the files of a checkpoint: at once, or in a thread during training.
 
 `train.save=sync` writes each part where it is put. `train.save=async` copies a part into host memory (pinned
 where it comes from a GPU), and a thread of each rank writes the copies once all of them are made. Files,
@@ -38,7 +38,7 @@ USABLE_SHARE = 0.9
 LINGER_SECONDS = 10.0
 """How long a run that ends by an unexpected error or a second signal waits for a save."""
 PEER_TIMEOUT = timedelta(days=1)
-"""Ranks may write for hours; the watchdog finds those that have died."""
+"""Ranks may write for hours; the watchdog detects those that have died."""
 
 
 class SaveTime(NamedTuple):

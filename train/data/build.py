@@ -129,7 +129,7 @@ def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directo
 
 def _remove_parts(directory: Path, num_parts: int) -> None:
     """Remove the parts of data with a mistake: corrected data has another key and would never use them.
-    Another process that builds the same cache finds the same mistake."""
+    Another process that builds the same cache meets the same mistake."""
     for index in reversed(range(num_parts)):
         shutil.rmtree(part_folder(directory, index), ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -205,8 +205,8 @@ def _encoded_by_workers(tasks: Iterator[Encoded], encoder: Encoder, num_workers:
             raise UserError(
                 "IDLM-0241",
                 "a process that tokenises the data was killed, often because memory is short",
-                fix="start the same command again, which goes on after the last finished part; if memory is "
-                "short, give fewer processes: data.workers=1",
+                fix="start the same command again, which continues after the last finished part; if memory "
+                "is short, give fewer processes: data.workers=1",
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

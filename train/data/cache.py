@@ -45,7 +45,7 @@ class Encoded:
     """One record, before (`record`) and after it is encoded: its packed samples (see `pack`) or its error.
 
     `number` is the line in file `file`; `shape` is "" where the record has none. `ignored`: keys of the
-    record and of its turns that hold something and are not read. `notes`: what else is to be told of the
+    record and of its turns that hold something and are not read. `notes`: what else is to be reported of the
     record, in sentences that many records share."""
 
     file: int

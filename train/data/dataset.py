@@ -139,7 +139,7 @@ ForkingPickler.register(Collated, _sent)
 def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
     """Return the same source on each rank; a UserError of one rank is raised on all. Collective.
 
-    Rank 0 builds the cache first; then one rank of each node, which finds that cache on a shared file system
+    Rank 0 builds the cache first; then one rank of each node, which sees that cache on a shared file system
     and else builds its own; then the rest. Each rank plans rows from its own data: digests are compared."""
     is_first_of_node = int(os.environ.get("LOCAL_RANK", rank())) == 0
     sources: list[Source] = []

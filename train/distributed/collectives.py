@@ -1,6 +1,6 @@
 """Communication between the ranks of one run apart from gradients: flags, objects, results of rank 0.
 
-Control messages use a gloo group, so that asking "did any rank receive a signal?" never waits for a GPU.
+Control messages use a gloo group, so that the check "did any rank receive a signal?" never waits for a GPU.
 torch.distributed serializes the objects. In a run of one process nothing here communicates."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a run uses DeepSpeed ZeRO, and parameters that ZeRO-3 partitions over ranks.
 
-Every run asks these questions; `deepspeed_settings.py` is read only by runs with DeepSpeed. Functions import
+Every run calls these functions; `deepspeed_settings.py` is read only by runs with DeepSpeed. Functions import
 deepspeed only where parameters are partitioned.
 
 What libraries print and log of their own accord goes through our log: routine at DEBUG, warnings as such.

@@ -135,7 +135,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
     """Set the environment that DeepSpeed reads when it is imported: a device, and a rank even for one
     process.
 
-    Call it before TrainingArguments is created. Without it plain `python` asks for mpi4py, and the first run
+    Call it before TrainingArguments is created. Without it plain `python` needs mpi4py, and the first run
     on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported."""
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -157,7 +157,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
 
 
 def open_communication() -> None:
-    """Give DeepSpeed the open process group: ZeRO-3 asks for its ranks while weights are loaded."""
+    """Give DeepSpeed the open process group: ZeRO-3 reads its ranks while weights are loaded."""
     import deepspeed
 
     dist = torch.distributed

@@ -155,7 +155,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
-    """The tracker of a run, on rank 0; a resumed run goes on in the same run of the service, whose id lies in
+    """The tracker of a run, on rank 0; a resumed run continues the same run of the service, whose id lies in
     `folder`, and sends nothing twice. UserError IDLM-0551 where wandb is missing or refuses to start."""
     stored = folder / ID_FILE
     run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
@@ -212,7 +212,7 @@ class WandbTracker:
             return
         try:
             call(self._run)
-        # Training goes on, whatever the service or its client raises.
+        # Training continues, whatever the service or its client raises.
         except Exception as error:
             what = "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)"
             log.warning(what, error)

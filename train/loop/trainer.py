@@ -227,7 +227,7 @@ class TimeLimit:
         self._last: float | None = None
 
     def is_over(self) -> bool:
-        """Ask once at the end of every step."""
+        """Call it once at the end of every step."""
         now = self.elapsed()
         self._longest = max(self._longest, 0.0 if self._last is None else now - self._last)
         self._last = now

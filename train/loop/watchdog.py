@@ -5,7 +5,7 @@ thread on every rank reads the heartbeats of the others:
 
 - A process that ended on the same host is found within seconds.
 - A stopped process or a lost host is found after `SILENT_SECONDS`.
-- A rank whose launcher has ended is sent SIGTERM: it saves and ends, as do the others that it tells.
+- A rank whose launcher has ended is sent SIGTERM: it saves and ends, and so do the other ranks.
 - A rank hangs if it makes no progress for `train.hang_seconds`, or for `SLOW_FACTOR` times as long in a phase
   that reads or writes files. The report names the rank that is furthest behind and prints its stack.
 
@@ -127,7 +127,7 @@ class Watchdog(TrainerCallback):
         self._thread.join(timeout=STORE_SECONDS)
 
     def wait_for_verdict(self, seconds: float) -> None:
-        """Wait: if another rank is the cause, the thread finds it and ends this process."""
+        """Wait: if another rank is the cause, the thread detects it and ends this process."""
         self._thread.join(timeout=seconds)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

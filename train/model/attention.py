@@ -183,7 +183,7 @@ def _is_installed(module: str) -> bool:
 
 def mask_arguments(meta: RowMeta, attention: str, *, num_queries: int | None = None) -> dict[str, Any]:
     """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers;
-    `num_queries`: only the first rows, the noisy ones, ask for results."""
+    `num_queries`: only the first rows, the noisy ones, need results."""
     if attention in ("idlm_flex", "idlm_flash"):
         return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":

@@ -2,9 +2,9 @@
 bitwise those of the base. Not gated, all rows get it, and it is merged into the base in the end.
 
 The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. In gated training they run
-by themselves (`idlm.train.step.BodyAndHead`), so that no layer tells rows apart. An adapted module is an
+by themselves (`idlm.train.step.BodyAndHead`), so that no layer distinguishes rows. An adapted module is an
 `nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
-called module (DDP, ZeRO, autocast, compiled layers) find all three.
+called module (DDP, ZeRO, autocast, compiled layers) covers all three.
 
 Shape letters: B packed rows, T rows of one packed row, M MASK rows of the batch, D input width, E output
 width."""
@@ -33,7 +33,7 @@ class Gate:
 
     `is_gated`: clean and MASK rows run apart, and MASK rows alone through an open gate; otherwise all rows
     run together, the linear layers adapt all of them, and `rows_M`, flat indices into B*T, are the MASK rows,
-    which the embedding asks for."""
+    which the embedding needs."""
 
     def __init__(self, *, is_gated: bool = True) -> None:
         self.is_gated = is_gated

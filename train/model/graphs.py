@@ -32,7 +32,7 @@ about 2 ms on an H100, and as much again for each of both products of the backwa
 MAX_GRAPHS = 16
 """An even number: those of gated batches come in pairs."""
 KEPT_FREE = 1 / 16
-"""Of the device's memory, which the head, the optimizer and evaluations may still ask for."""
+"""Of the device's memory, which the head, the optimizer and evaluations may still need."""
 PARTS = 32
 """Gated batches are filled up to a multiple of their rows over this, so that few shapes come up."""
 
@@ -81,7 +81,7 @@ class BodyGraphs:
     """Takes the place of the `forward` of `model`'s body. Passes are captured inside `running()` alone;
     elsewhere, as in evaluations, the body runs as before.
 
-    `pair`: what else tells shapes apart, for a body that runs twice per micro-batch."""
+    `pair`: what else distinguishes shapes, for a body that runs twice per micro-batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.body = model, model.base_model
@@ -127,7 +127,7 @@ class BodyGraphs:
                 return self.own_forward(**given)
             graph = self._graphs[key] = self._captured(given, tensors)
             if given.get("clean_keys") == SEEN:
-                # Replays find them at their addresses; held, their memory would be this shape's alone.
+                # Replays read them at their addresses; held, their memory would be this shape's alone.
                 forget_clean_keys(self.model)
         torch._foreach_copy_(graph.inputs, tensors)
         if graph.backward is None:

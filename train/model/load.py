@@ -140,7 +140,7 @@ def check_base_config(directory: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, transformers prints no progress and no report: `_require_complete` tells what is wrong."""
+    """Inside, transformers prints no progress and no report: `_require_complete` reports what is wrong."""
     from transformers.utils import logging as theirs
 
     level, shows_progress = theirs.get_verbosity(), theirs.is_progress_bar_enabled()

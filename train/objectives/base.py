@@ -1,6 +1,6 @@
 """The contract of a training objective. A new one is one new file in this folder that registers a class.
 
-The trainer asks an objective three questions, in this order:
+The trainer calls three methods of an objective, in this order:
     rows     which noisy and clean rows a sample becomes (input ids, labels, what each row sees)
     terms    which losses these rows give: sums of negative log-likelihoods, one per name in `term_names`
     weights  how the loss weighs the means of the terms: loss = sum_i weights[i] * sums[i] / counts[i]
@@ -86,7 +86,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermRequest:
-    """What is asked of the losses of a micro-batch at a stage. `coefficients` [num_terms], weights / counts,
+    """What the losses of a micro-batch need at a stage. `coefficients` [num_terms], weights / counts,
     are given where the loss is differentiated. `want_overlap`: this step is logged, so also compute what is
     only reported."""
 

@@ -1,4 +1,4 @@
-"""How much memory one GPU needs at the peak of a training step: every term with its formula, no GPU asked.
+"""How much memory one GPU needs at the peak of a training step: every term with its formula, without a GPU.
 
 The peak is the first layer of the backward pass, when everything that the forward pass keeps is there. What a
 layer keeps was read off autograd's saved tensors, eager and compiled

@@ -78,7 +78,7 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
 
 
 def _recomputing(config: TrainConfig) -> TrainConfig:
-    """`config`, with activations of as few layers recomputed as fits, or of those of the run that goes on."""
+    """`config` with as few layers recomputed as fits, or with those of the run that continues."""
     given = with_values(config, {"train.sizes": "given"})
     started = _started_with(config)
     if started is not None:

@@ -61,7 +61,7 @@ class Replay:
         if lanes_B.is_cuda or lanes_B.is_meta:
             from benchmarks.engine.decoding import kernels as decode_kernels
 
-            # A warm-up asks on the meta device which kernels there are to compile.
+            # The warm-up lists the kernels to compile on the meta device.
             device = lanes_B.device
             trace = (self.accepted_S.to(device), self.num_tests_Z.to(device))
             decode_kernels.overwrite(trace, verdict, tables, columns)

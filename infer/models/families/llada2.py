@@ -91,7 +91,7 @@ class Llada2(Family):
 
     @classmethod
     def refined(cls, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
-        """The tensors tell whether queries and keys are normalised, because configs leave it out."""
+        """The tensors show whether queries and keys are normalised, because configs leave it out."""
         return replace(spec, qk_norm=spec.qk_norm or cls.tensor_names.q_norm.format(0) in tensors)
 
     @classmethod

@@ -1,7 +1,7 @@
 """SDAR and the published I-DLM checkpoints: Qwen3's tensors, two ways to decode; and SDAR with experts.
 
 I-DLM (arXiv 2604.11035) is token-causal with shifted logits; SDAR (arXiv 2510.06303) is block-causal and
-predicts in place. Neither weights nor config tell them apart, so `idlm_config.json` or the caller must."""
+predicts in place. Neither weights nor config distinguish them, so `idlm_config.json` or the caller must."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class PassCosts:
 
     def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:
         """The same with times by number of rows, and with what launching a pass takes. Nothing changes if no
-        pass has more rows than the weights are read beside: they do not tell what a row takes."""
+        pass has more rows than are free while the weights are read: its time does not depend on rows."""
         points = sorted(seconds.items())
         if not points or points[-1][0] < 2 * STREAMED_ROWS:
             return self

@@ -190,7 +190,7 @@ def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassSh
 
 
 def measured_shapes(shapes: list[PassShape]) -> list[PassShape]:
-    """Those of `shapes` that tell what rows take (`PassCosts.by_rows`): of the fewest sequences for each
+    """Those of `shapes` that measure what rows take (`PassCosts.by_rows`): of the fewest sequences for each
     number of prompt rows, in the narrowest mode."""
     plain = [
         each for each in shapes if not each.filters and each.decides and each.max_known == shapes[0].max_known

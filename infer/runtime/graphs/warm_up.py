@@ -178,7 +178,7 @@ class _Work:
                 self.row_seconds[shape.all_rows] = seconds
 
     def tell_costs(self) -> None:
-        """Tell the scheduler, and the stride controller, what passes with prompts take."""
+        """Pass the times of passes with prompts to the scheduler and the stride controller."""
         scheduler, controller = self.parts.scheduler, self.parts.stride_controller
         if scheduler.costs is None or self.parts.decoder.kv_policy.kind != "append":
             return

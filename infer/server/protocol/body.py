@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    # Routers add these to every chat; whatever the parser finds is separate.
+    # Routers add these to every chat; the parser separates them anyway.
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
@@ -58,7 +58,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "detokenize": (True,),
 }
-"""Fields that are not supported, and their values that ask for nothing."""
+"""Fields that are not supported, and their values that have no effect."""
 Choices = Annotated[list[Text], Field(min_length=1)]
 Schema = dict[str, Any] | Text
 

@@ -1,6 +1,6 @@
-"""Bodies of requests, as OpenAI's clients send them, and what they ask of the engine. The fields after `stop`
-are extensions, named as vLLM names them where it has them. An answer never follows other rules than those
-that were requested: fields that the engine cannot honour are refused, unless their value changes nothing."""
+"""Bodies of requests, as OpenAI's clients send them, and the engine's requests for them. The fields after
+`stop` are extensions, with vLLM's names where it has them. A field that the engine cannot honour is refused,
+unless its value changes nothing."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class SamplingFields(ConstraintFields):
     priority: Integer | None = None
 
     def turn(self, client: str) -> QueueOrder:
-        """Whose turn the request takes; `user` tells users of one client apart."""
+        """Whose turn the request takes; `user` distinguishes users of one client."""
         user = (self.model_extra or {}).get("user")
         return QueueOrder(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
 

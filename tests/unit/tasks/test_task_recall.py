@@ -9,7 +9,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS, recall
-from idlm.tasks.recall_check import asked_pairs, check_recall
+from idlm.tasks.recall_check import check_recall, queried_pairs
 from idlm.tasks.tokenizer import vocabulary
 from tests.unit.task_encoder import TaskEncoder
 from tests.unit.tasks.skeletons import split_of
@@ -39,7 +39,7 @@ def test_every_single_slip_is_rejected():
 
 def test_needles_are_looked_up_whatever_is_around_them():
     prompt = " Lea now finds shells. baq. Tom sells nuts. dux. kaq. du? ba?"
-    assert asked_pairs(prompt) == [("du", "x"), ("ba", "q")]
+    assert queried_pairs(prompt) == [("du", "x"), ("ba", "q")]
     assert check_recall(prompt, ": du x ba q.").correct
     wrong = check_recall(prompt, ": du q ba q.")
     assert (wrong.first_bad_step, wrong.final_answer_correct) == (0, True)
@@ -69,7 +69,7 @@ def test_a_context_has_its_exact_length(context):
         sample = task.sample(index, "train")
         prompt_ids, response_ids = encoder.encode_sample(sample)
         assert (len(prompt_ids), len(response_ids)) == (context, 31)
-        asked = [key for key, _ in asked_pairs(sample.prompt)]
+        asked = [key for key, _ in queried_pairs(sample.prompt)]
         assert len(set(asked)) == len(asked) == 14
 
 

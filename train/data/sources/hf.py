@@ -118,7 +118,7 @@ def _split_of(found: Any, config: DataConfig) -> Any:
 
 
 def _data_files(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
-    """The files of each split that `datasets` finds in a folder; those that are hidden or temporary apart."""
+    """The files of each split that `datasets` reads in a folder; those that are hidden or temporary apart."""
     import datasets
 
     folder = Path(arguments["path"]).resolve()
