@@ -33,7 +33,7 @@ def test_an_arm_follows_its_trace(name: str) -> None:
     """A window asserts the decided positions of every lane at both ends."""
     arm, trace = ARMS[name], synthetic_trace(SIZE)
     model = random_model("tiny", device="cuda", dtype=torch.bfloat16, block_size=SIZE)
-    load = Load(concurrency=24, context=64, num_tokens=400, sampling=SAMPLING["T1"])
+    load = Load(concurrency=24, context=64, num_tokens=1200, sampling=SAMPLING["T1"])
     found = SteadyTrace(model, arm, load, trace).window(2, 40)
     implied = implied_rows(trace, arm)
     assert found.traced_share > 0.9
