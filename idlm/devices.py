@@ -1,10 +1,8 @@
-"""What training and inference share about devices: the check of a requested GPU, memory, and its end."""
+"""What training and inference share about devices: the check of a requested GPU, and memory that ends."""
 
 from __future__ import annotations
 
 import gc
-import os
-from pathlib import Path
 
 import torch
 
@@ -41,23 +39,3 @@ def require_gpu(device: str, *, key: str) -> None:
         raise UserError(
             "IDLM-0418", f"{key}={device!r}, but torch sees {seen}", fix=f"use {key}=cpu or {key}=auto"
         )
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of host memory that this process may still take, and all of them: of the machine, and of its
-    container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    free = 1024 * _figures(meminfo)["MemAvailable:"] if meminfo.is_file() else total
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = _figures(group / "memory.stat")
-    except (OSError, ValueError):
-        # No container, or one without a limit.
-        return free, total
-    # The kernel gives cached files up for a process that needs memory.
-    return min(free, limit - used + cached["inactive_file"] + cached["active_file"]), min(total, limit)
-
-
-def _figures(path: Path) -> dict[str, int]:
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

@@ -17,7 +17,7 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from idlm.cli.command import absent
-from idlm.devices import host_memory, is_out_of_memory, require_gpu
+from idlm.devices import is_out_of_memory, require_gpu
 from idlm.errors import UserError
 from idlm.log import num_local_processes, num_processes, rank
 from idlm.train.check import check_config
@@ -27,14 +27,14 @@ from idlm.train.checkpoint.resume import (
     RunShape,
     choose_checkpoint,
     config_hash,
+    exclusive_output,
     finished_text,
     needs_resharding,
     store_config,
     store_finished,
 )
-from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.save import reshard
-from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
+from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter, host_memory
 from idlm.train.config.schema import LoopConfig, TrainConfig, with_accumulation
 from idlm.train.data.checks import held_out_text, run_warnings
 from idlm.train.distributed.collectives import from_rank_zero, gather_objects, is_distributed

@@ -9,8 +9,11 @@ import json
 import os
 import resource
 import shutil
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from idlm.errors import UserError
@@ -27,6 +30,8 @@ CHECKPOINT_PREFIX = "checkpoint-"
 """Names of the checkpoints of a run, which are siblings, start with this."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 """Errors of a file system without locks."""
+_HELD: dict[Path, int] = {}
+"""Descriptors of the locks that this process has taken, by their files."""
 
 
 @contextmanager
@@ -75,6 +80,52 @@ def lock_file(path: Path) -> int | None:
             if is_current:
                 stack.pop_all()
                 return descriptor
+
+
+def take_lock(path: Path, *, of: str) -> str | None:
+    """Lock the file `path` until `release_lock`, so that no other run uses `of`. Returns the run that has the
+    lock, else None; on a file system without locks too, with a warning. Raises OSError as `lock_file`."""
+    try:
+        held = lock_file(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the file system of {of} has no locks ({error.strerror}): make sure that no other run uses it",
+            stacklevel=5,
+        )
+        _HELD[path] = os.open(os.devnull, os.O_WRONLY)
+        return None
+    if held is None:
+        with contextlib.suppress(OSError):
+            if owner := path.read_text(encoding="utf-8", errors="replace").strip():
+                return f"another run ({owner})"
+        return "another run"
+    started = datetime.now().isoformat(sep=" ", timespec="seconds")
+    os.ftruncate(held, 0)
+    os.write(held, f"process {os.getpid()} on {socket.gethostname()}, started {started}".encode())
+    _HELD[path] = held
+    return None
+
+
+def release_lock(path: Path) -> None:
+    """Remove the file of a lock that this process has; a file that a dead process left locks nothing."""
+    held = _HELD.pop(path, None)
+    if held is not None:
+        # Before the lock is released: afterwards another run may own the file.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(held)
+
+
+def _close_in_child() -> None:
+    for descriptor in _HELD.values():
+        os.close(descriptor)
+    _HELD.clear()
+
+
+# A forked child (a worker that loads data) shares the locks: without this they would outlive a killed run.
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> UserError:

@@ -226,6 +226,8 @@ def is_saved(path: Path) -> bool:
 def source_of(path: str) -> str:
     """The source that reads `path`: hf for a saved dataset or an Arrow file, else by endings; jsonl where
     there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources."""
+    if not path.strip():
+        return "jsonl"
     if is_saved(Path(path)):
         return "hf"
     files = [Path(path)]

@@ -5,19 +5,17 @@ Not for checkpoints: idlm/publish.py writes those."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from idlm.errors import UserError
-from idlm.files.disk import NO_LOCKS, lock_file
+from idlm.files.disk import release_lock, take_lock
 from idlm.files.paths import translate_path_errors
 
 if TYPE_CHECKING:
@@ -72,39 +70,19 @@ def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = Fals
         return
     _check_output(output, overwrite=overwrite, resume=resume)
     path = Path(f"{partial_path(output)}.lock")
-    held = _lock(path, output)
+    try:
+        owner = take_lock(path, of=f"output={output!r}")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    if owner is not None:
+        fix = "wait until it ends, or give another output="
+        raise UserError("IDLM-0462", f"{owner} is writing output={output!r}", fix=fix)
     try:
         # The run that had the lock may have finished after the first check.
         _check_output(output, overwrite=overwrite, resume=resume)
         yield
     finally:
-        # Unlink before the release: after it, the file may be the lock of another run.
-        with contextlib.suppress(OSError):
-            path.unlink()
-        if held is not None:
-            os.close(held)
-
-
-def _lock(path: Path, output: str) -> int | None:
-    """A descriptor that holds the lock; None, with a warning, on a file system without locks."""
-    try:
-        held = lock_file(path)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise _cannot_write(path, error) from error
-        warnings.warn(
-            f"the file system of output={output!r} has no locks ({error.strerror}): make sure that no other "
-            "run writes it",
-            stacklevel=5,
-        )
-        return None
-    if held is None:
-        raise UserError(
-            "IDLM-0462",
-            f"another run is writing output={output!r}",
-            fix="wait until it ends, or give another output=",
-        )
-    return held
+        release_lock(path)
 
 
 def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run continues from, and refuses one that does not fit.
+"""The folder of a run: one run at a time has it. The checkpoint that a run continues from, which must fit.
 
 A run continues only from its own directory, with the same configuration, inputs and rows per step. Every file
 of the checkpoint must be as it was published, and no other file may lie next to them. Only then the training
@@ -26,10 +26,11 @@ import yaml
 from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.config.compose import yaml_text
 from idlm.errors import UserError
-from idlm.files.disk import replace_text
+from idlm.files.disk import cannot_save, release_lock, replace_text, take_lock
 from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
 from idlm.publish import clear_stale
 from idlm.train.config.schema import AdapterConfig, TrainConfig
+from idlm.train.distributed.collectives import from_rank_zero
 
 log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
@@ -49,6 +50,31 @@ INPUTS_FILE = "inputs.json"
 OF_A_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 """Endings of the files in a model's folder that training reads."""
 Config = dict[str, Any]
+
+
+@contextlib.contextmanager
+def exclusive_output(output_dir: str) -> Iterator[None]:
+    """Inside, no other run may use `output_dir`; UserError IDLM-0525 on all ranks while one does. Collective.
+
+    The lock file lies next to output_dir, because publishing replaces output_dir itself."""
+    target = Path(output_dir).resolve()
+    path = target.with_name(f".{target.name}.lock")
+    from_rank_zero(lambda: _lock(path, f"output_dir={output_dir}"))
+    try:
+        yield
+    finally:
+        release_lock(path)
+
+
+def _lock(path: Path, output: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        owner = take_lock(path, of=output)
+    except OSError as error:
+        raise cannot_save(path, error.strerror or str(error)) from error
+    if owner is not None:
+        fix = "wait for its end or stop it, or give another output_dir"
+        raise UserError("IDLM-0525", f"{owner} is running in {output}", fix=fix)
 
 
 def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:

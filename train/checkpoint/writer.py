@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.log import note_progress
@@ -280,3 +280,23 @@ def _copy_of(tensor: Tensor, copies: dict[tuple[str, int], Tensor]) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that this process may still take, and all of them: of the machine, and of its
+    container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    free = 1024 * _figures(meminfo)["MemAvailable:"] if meminfo.is_file() else total
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = _figures(group / "memory.stat")
+    except (OSError, ValueError):
+        # No container, or one without a limit.
+        return free, total
+    # The kernel gives cached files up for a process that needs memory.
+    return min(free, limit - used + cached["inactive_file"] + cached["active_file"]), min(total, limit)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

@@ -20,11 +20,11 @@ import torch
 from rich.text import Text
 
 from idlm.config.compose import FROZEN, RECIPE, compose
-from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_text, named_checkpoint
+from idlm.train.checkpoint.writer import host_memory
 from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.data.checks import held_out_text, inspect_data, run_warnings
 from idlm.train.data.dataset import PackedDataset

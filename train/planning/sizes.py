@@ -17,12 +17,12 @@ import torch
 import yaml
 from torch import nn
 
-from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, find_files
 from idlm.semantics import PROJECTIONS
 from idlm.train.check import CHOSEN
 from idlm.train.checkpoint.resume import CONFIG_FILE, RUN_FOLDER
+from idlm.train.checkpoint.writer import host_memory
 from idlm.train.config.schema import AdapterConfig, TrainConfig, value_of, with_values
 from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from idlm.devices import host_memory
+from idlm.train.checkpoint.writer import host_memory
 from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import SampleRows, pack_rows

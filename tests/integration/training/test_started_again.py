@@ -12,7 +12,7 @@ from rich.console import Console
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
 from idlm.train import cli, pipeline
-from idlm.train.checkpoint.run_lock import exclusive_output
+from idlm.train.checkpoint.resume import exclusive_output
 from idlm.train.config.schema import TrainConfig
 from idlm.train.report import SampleReport
 from tests.integration.training.test_train_tiny import arguments

@@ -106,7 +106,7 @@ def test_a_file_that_was_finished_before_the_lock_is_not_replaced(
         output.write_text("theirs")
         return lock_file(path)
 
-    monkeypatch.setattr("idlm.infer.cli.output.lock_file", locking)
+    monkeypatch.setattr("idlm.files.disk.lock_file", locking)
     with pytest.raises(UserError, match="IDLM-0431"), exclusive_output(str(output), overwrite=False):
         pytest.fail("it is lost")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from idlm.errors import UserError
-from idlm.train.checkpoint.run_lock import exclusive_output, lock_path
+from idlm.train.checkpoint.resume import exclusive_output
 
 
 def test_a_second_run_in_one_output_dir_is_refused_and_names_the_first(tmp_path: Path) -> None:
@@ -55,21 +55,22 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
         pytest.fail("two runs have it")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert lock_path(output).exists()
+    assert (tmp_path / ".out.lock").exists()
     with exclusive_output(output):
         pass
 
 
-def test_a_file_system_without_locks_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with exclusive_output(str(tmp_path / "out")):
+    with (
+        pytest.warns(UserWarning, match="output_dir=.*make sure that no other run uses it"),
+        exclusive_output(str(tmp_path / "out")),
+    ):
         pass
-    assert "no other run uses this output_dir" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

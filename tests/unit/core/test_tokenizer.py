@@ -16,7 +16,7 @@ from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
 from idlm.text import tokenizer as tokens
-from idlm.text.mask_token import resolve_mask_token_id
+from idlm.train.model.checks import resolve_mask_token_id
 from tests.small_tokenizers import CHATML, save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
