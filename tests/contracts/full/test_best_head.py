@@ -18,39 +18,27 @@ from idlm.infer.engine import Engine
 from idlm.infer.models.base import Shards
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.mosaic.canvas_ops import CanvasRows
-from idlm.infer.mosaic.planner import ArenaPlan, plan_template
-from idlm.infer.mosaic.template import Sizes
 from idlm.infer.runtime.graphs import cuda_graphs
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import WantedRows
 from tests.contracts.engines import assert_idle, prompts_of
-from tests.contracts.full.slow_canvas import SlowCanvas
-from tests.contracts.full.test_full_decoder import (
+from tests.contracts.full.canvases import (
     MASK_ID,
     ORDERS,
     STOP_IDS,
     engine_of,
     slow_canvas,
-    write_family,
+    spread,
 )
-from tests.contracts.full.test_full_decoder import PROMPTS as MIXED_PROMPTS
-from tests.contracts.full.test_full_decoder import expected_of as mixed_case
-from tests.contracts.full.test_mosaic import poison, shortened
+from tests.contracts.full.canvases import PROMPTS as MIXED_PROMPTS
+from tests.contracts.full.canvases import expected_of as mixed_case
+from tests.contracts.full.slow_canvas import SlowCanvas
+from tests.contracts.full.test_mosaic import poison, shortened, with_chunks
 from tests.margins import NearTie
 
 SIZES = ((1, 12), (7, 8), (12, 16), (9, 24))
 """Tokens of prompts and answers."""
 Case = tuple[list[int], SamplingParams, tuple[int, ...]]
-
-
-@pytest.fixture(scope="module", params=["llada", "dream"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, write_family(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family("llada", tmp_path_factory.mktemp("llada"))
 
 
 class Counts:
@@ -110,11 +98,9 @@ def check_answers(engine: Engine, cases: list[Case]) -> None:
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("options", ORDERS, ids=str)
+@pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_tokens_equal_the_slow_decoder(
-    family: tuple[str, Path],
-    options: dict[str, Any],
-    counts: Counts,
+    family: tuple[str, Path], options: dict[str, Any], counts: Counts
 ) -> None:
     """Every order, in dynamic and in static shapes and in a planned workspace; topk_margin needs logits."""
     kind, directory = family
@@ -131,10 +117,7 @@ def test_tokens_equal_the_slow_decoder(
 @pytest.mark.sweep_but(settings={"graphs": "off"})
 @pytest.mark.parametrize("settings", [{"graphs": "off"}, {"graphs": "on"}, {"memory": "mosaic"}], ids=str)
 def test_greedy_warm_and_truncated_requests_share_passes(
-    llada: Path,
-    settings: dict[str, Any],
-    counts: Counts,
-    monkeypatch: pytest.MonkeyPatch,
+    llada: Path, settings: dict[str, Any], counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of greedy requests alone store no logits, and the others do; shapes tell them apart."""
     options = {"order": "low_confidence", "block_length": 4}
@@ -165,19 +148,18 @@ def head_of(engine: Engine) -> torch.Tensor:
     return engine._parts.model.trunk.head.data
 
 
-def test_ties_go_to_the_lower_id(llada: Path, counts: Counts) -> None:
+def test_ties_go_to_the_lower_id(llada: Path, counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of the head has a twin one id above, with the same logit of the same bits."""
     found = []
     for uses_best in (True, False):
         engine = engine_of(llada, {"order": "low_confidence"})
         head_of(engine)[1::2] = head_of(engine)[::2]
-        if not uses_best:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(DenseTrunk, "head_weight", None)
-                found.append(answers(engine))
-        else:
+        if uses_best:
             found.append(answers(engine))
             assert counts.best > 0 and counts.logits == 0
+        else:
+            monkeypatch.setattr(DenseTrunk, "head_weight", None)
+            found.append(answers(engine))
     assert found[0] == found[1] and all(token % 2 == 0 for tokens in found[0] for token in tokens)
 
 
@@ -188,12 +170,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("memory", ["caching", "mosaic"])
 @pytest.mark.parametrize("forbids", [True, False])
-def test_what_may_not_be_drawn_is_not_drawn(
-    llada: Path,
-    forbids: bool,
-    memory: str,
-    counts: Counts,
-) -> None:
+def test_what_may_not_be_drawn_is_not_drawn(llada: Path, forbids: bool, memory: str, counts: Counts) -> None:
     """The mask and, with `forbid_eos`, the stop token would be the likeliest of many rows. Logits of what is
     forbidden mean nothing, NaN included."""
     engine = engine_of(llada, {"order": "maskgit_plus", "forbid_eos": forbids}, memory=memory)
@@ -208,10 +185,7 @@ def test_what_may_not_be_drawn_is_not_drawn(
 
 @pytest.mark.parametrize("uses_best", [True, False])
 def test_logits_that_are_not_finite_fail_the_request(
-    llada: Path,
-    uses_best: bool,
-    counts: Counts,
-    monkeypatch: pytest.MonkeyPatch,
+    llada: Path, uses_best: bool, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(llada, {"order": "low_confidence"})
     head_of(engine)[3] = torch.nan
@@ -223,53 +197,29 @@ def test_logits_that_are_not_finite_fail_the_request(
     assert_idle(engine)
 
 
-CHUNKS: list[dict[str, int]] = [{}, {"ffn": 3, "experts": 3, "query": 3}]
-
-
-def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
-    """Plan every pass without logits, and with these chunk counts."""
-    runner: Any = engine._parts.runner
-
-    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool) -> ArenaPlan:
-        assert takes_best
-        known = {name: count for name, count in chunks.items() if name in runner._best_templates.chunk_counts}
-        sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=known)
-        return plan_template(runner._best_templates.template(known), sizes)
-
-    runner.plan_of = plan_of
-
-
-@pytest.mark.sweep_but(chunks={})
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("planted", [False, True])
 def test_nothing_is_read_after_its_lifetime(
-    llada: Path,
-    chunks: dict[str, int],
-    counts: Counts,
-    monkeypatch: pytest.MonkeyPatch,
+    llada: Path, planted: bool, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every range of the workspace NaN once its lifetime ends; a lifetime one op too short is caught."""
     options = {"order": "low_confidence", "block_length": 4}
     cases = greedy_cases(slow_canvas("llada", options))
     ended = poison(monkeypatch)
-    for planted in (False, True):
-        engine = engine_of(llada, options, memory="mosaic")
-        with_chunks(engine, chunks)
-        runner: Any = engine._parts.runner
-        template = runner.plan_of(20, 10, takes_best=True).template
-        if planted:
-            shortened(template, "x")
-            with pytest.raises((AssertionError, UserError)):
-                check_answers(engine, cases)
-        else:
+    engine = engine_of(llada, options, memory="mosaic")
+    with_chunks(engine, {"ffn": 3, "query": 3})
+    runner: Any = engine._parts.runner
+    template = runner.plan_of(20, 10, takes_best=True).template
+    if planted:
+        shortened(template, "x")
+        with pytest.raises((AssertionError, UserError)):
             check_answers(engine, cases)
-            assert set(ended) == template.tensors.keys() - template.aliases.keys() - {"tokens", "confidences"}
+    else:
+        check_answers(engine, cases)
+        assert set(ended) == template.tensors.keys() - template.aliases.keys() - {"tokens", "confidences"}
     assert counts.logits == 0
 
 
-def test_a_workspace_too_small_for_it_stores_logits(
-    llada: Path,
-    counts: Counts,
-) -> None:
+def test_a_workspace_too_small_for_it_stores_logits(llada: Path, counts: Counts) -> None:
     options = {"order": "low_confidence", "block_length": 4}
     engine = engine_of(llada, options, memory="mosaic")
     runner: Any = engine._parts.runner
@@ -278,10 +228,7 @@ def test_a_workspace_too_small_for_it_stores_logits(
     assert counts.best == 0 and counts.logits > 0 and runner.arena.num_bytes <= 1 << 20
 
 
-def test_a_part_of_the_head_and_products_of_few_rows_need_logits(
-    llada: Path,
-    counts: Counts,
-) -> None:
+def test_a_part_of_the_head_and_products_of_few_rows_need_logits(llada: Path, counts: Counts) -> None:
     trunk = engine_of(llada, {})._parts.model.trunk
     assert trunk.head_weight is trunk.head
     trunk.linears.deterministic = True

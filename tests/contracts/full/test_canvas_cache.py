@@ -16,21 +16,19 @@ from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from tests.contracts.engines import assert_idle
-from tests.contracts.full.test_full_decoder import (
+from tests.contracts.full.canvases import (
     FAMILIES,
     LENGTHS,
     MASK_ID,
     PROMPTS,
     engine_of,
     expected_of,
-    family,
     params_of,
     slow_canvas,
     spread,
+    watched,
 )
-from tests.prefix_simulation import check_pages
 
-__all__ = ["family"]
 CASES: list[dict[str, Any]] = [
     {"order": "low_confidence", "block_length": 4, "cache": "prefix"},
     {"order": "low_confidence", "cache": "prefix", "steps": 4},
@@ -78,31 +76,10 @@ def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str,
     assert alone.token_ids == tokens
 
 
-REFRESHED: list[dict[str, Any]] = [
-    {"cache": "delayed", "cache_refresh": 1, "order": "low_confidence"},
-    {"cache": "delayed", "cache_refresh": 1, "order": "maskgit_plus", "steps": 4},
-    {"cache": "dual", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
-    {"cache": "prefix", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
-    {"cache": "dual", "block_length": 1, "order": "low_confidence"},
-]
-
-
-@pytest.mark.sweep_but(1)
-@pytest.mark.parametrize(("family", "options"), spread(REFRESHED), indirect=["family"], ids=str)
-def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: dict[str, Any]) -> None:
-    kind, directory = family
-    plain = {name: value for name, value in options.items() if not name.startswith("cache")}
-    cases = [expected_of(slow_canvas(kind, plain), number) for number in range(len(PROMPTS))]
-    expected = [tokens for _, tokens, _ in cases]
-    for each in (options, plain):
-        engine = engine_of(directory, each)
-        assert [found.token_ids for found in found_by(engine, cases)] == expected
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "cache"),
-    [*((FAMILIES[0], name) for name in CACHES.names()), *zip(FAMILIES[1:], ("dual", "delayed"))],
+    [("llada", "prefix"), ("dream", "dual"), ("llada_moe", "delayed")],
     indirect=["family"],
 )
 def test_an_answer_survives_the_loss_of_its_pages(family: tuple[str, Path], cache: str) -> None:
@@ -111,7 +88,7 @@ def test_an_answer_survives_the_loss_of_its_pages(family: tuple[str, Path], cach
     options = {"order": "low_confidence", "block_length": 4, "cache": cache}
     cases = [expected_of(slow_canvas(kind, options), number) for number in range(3)]
     for lose in (_preempt, _requeue):
-        for num_steps in (1, 2, 5, 6):
+        for num_steps in (1, 6):
             engine = engine_of(directory, options)
             for number, (params, _, _) in enumerate(cases):
                 engine.add_request(str(number), PROMPTS[number], params)
@@ -151,44 +128,6 @@ def _spoil(engine: Engine) -> None:
     cache.values.normal_()
 
 
-@pytest.mark.sweep_but("dream")
-def test_aborts_leave_the_others_alone(family: tuple[str, Path]) -> None:
-    """New sequences get the pages of aborted ones."""
-    kind, directory = family
-    options = {"order": "low_confidence", "block_length": 4, "cache": "dual"}
-    cases = [expected_of(slow_canvas(kind, options), number) for number in range(len(PROMPTS))]
-    engine = engine_of(directory, options, num_pages=24)
-    for number in (0, 1, 2):
-        engine.add_request(str(number), PROMPTS[number], cases[number][0])
-    events = [event for _ in range(3) for event in engine.step()]
-    engine.abort("1")
-    for number in (3, 4):
-        engine.add_request(str(number), PROMPTS[number], cases[number][0])
-    while engine.has_work:
-        events += engine.step()
-        check_pages(engine.pool)
-    found = {event.request_id: event.completion for event in events if event.completion is not None}
-    assert sorted(found) == ["0", "2", "3", "4"]
-    for number in (0, 2, 3, 4):
-        completion = found[str(number)]
-        assert completion is not None and completion.token_ids == cases[number][1]
-
-
-def rows_of_passes(engine: Engine, number: int) -> list[int]:
-    """Rows fed in every pass of one answer."""
-    runner: Any = engine._parts.runner
-    forward, rows = runner.forward, []
-
-    def counted(plan: Any) -> Any:
-        rows.append(int(plan.cu_rows_B1[-1]))
-        return forward(plan)
-
-    runner.forward = counted
-    engine.generate([PROMPTS[number]], params_of(number, 1))
-    runner.forward = forward
-    return rows
-
-
 @pytest.mark.sweep_but("llada-off")
 @pytest.mark.parametrize("static", ["off", "on"])
 def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
@@ -196,10 +135,12 @@ def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
     kind, directory = family
     shift, canvas, options = int(kind == "dream"), 28, {"order": "low_confidence", "block_length": 4}
     assert len(PROMPTS[2]) + LENGTHS[2] == canvas
-    rows = {
-        cache: rows_of_passes(engine_of(directory, {**options, "cache": cache}, graphs=static), 2)
-        for cache in CACHES.names()
-    }
+    rows: dict[str, list[int]] = {}
+    for cache in CACHES.names():
+        engine = engine_of(directory, {**options, "cache": cache}, graphs=static)
+        passes = watched(engine)
+        engine.generate([PROMPTS[2]], params_of(2, 1))
+        rows[cache] = [int(plan.cu_rows_B1[-1]) for plan, _ in passes]
     blocks = range(4)
     assert rows["dual"][: 1 + 3] == [canvas, *[4 + shift] * 3] or shift
     assert all(
@@ -215,10 +156,9 @@ def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
             assert later + left + 1 <= num <= later + left + 1 + shift * left
 
 
-def test_each_layer_has_keys_and_values_of_its_own(family: tuple[str, Path]) -> None:
-    _, directory = family
+def test_each_layer_has_keys_and_values_of_its_own(llada: Path) -> None:
     for cache in (None, "dual"):
-        engine = engine_of(directory, {"order": "low_confidence", "cache": cache})
+        engine = engine_of(llada, {"order": "low_confidence", "cache": cache})
         kept: Any = engine._parts.runner._cache
         assert len(kept.keys) == (1 if cache is None else engine._parts.model.spec.num_layers)
         assert engine.pool.cache is None
@@ -237,19 +177,15 @@ def test_each_layer_has_keys_and_values_of_its_own(family: tuple[str, Path]) -> 
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_are_refused(
-    family: tuple[str, Path], options: dict[str, Any], words: str
-) -> None:
-    _, directory = family
+def test_options_that_do_not_fit_are_refused(llada: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        engine_of(directory, {"order": "low_confidence", **options})
+        engine_of(llada, {"order": "low_confidence", **options})
     assert words in str(caught.value), str(caught.value)
 
 
-def test_a_request_sets_its_own_factor(family: tuple[str, Path]) -> None:
+def test_a_request_sets_its_own_factor(llada: Path) -> None:
     """A factor of two decides all at once where the model is sure of nothing less."""
-    _, directory = family
-    engine = engine_of(directory, {"order": "low_confidence", "block_length": 4, "cache": "dual"})
+    engine = engine_of(llada, {"order": "low_confidence", "block_length": 4, "cache": "dual"})
     params = [
         SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, decoder_options=options)
         for options in ({"factor": 100.0}, {"factor": 1e-9})
@@ -293,23 +229,3 @@ def test_rows_that_the_host_plans_with() -> None:
     assert rows["dual"](100, num_known=95, num_passes=3) == 6
     whole = FullDecoder(FullConfig(cache="dual"), semantics).kv_policy
     assert whole.num_decoding_rows(100, num_known=60, num_passes=3) == 41
-
-
-@pytest.mark.sweep
-def test_more_canvases_share_the_passes_between_refreshes(family: tuple[str, Path]) -> None:
-    """A budget of one canvas: without a cache each waits for the one before it."""
-    _, directory = family
-    options = {"order": "low_confidence", "block_length": 8}
-    maximum = {}
-    for cache in (None, "dual"):
-        engine = engine_of(directory, {**options, "cache": cache}, max_num_batched_tokens=20)
-        for number in range(3):
-            params = SamplingParams(max_tokens=24, temperature=0, seed=number, ignore_eos=True)
-            engine.add_request(str(number), PROMPTS[3], params)
-        maximum[cache] = 0
-        while engine.has_work:
-            engine.step()
-            maximum[cache] = max(maximum[cache], len(engine._last_scheduled))
-        assert_idle(engine)
-    # A canvas is fed whole as soon as some of the budget is left.
-    assert maximum == {None: 1, "dual": 3}

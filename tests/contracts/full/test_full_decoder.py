@@ -2,106 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
-from idlm.semantics import Semantics
-from tests.contracts.engines import assert_idle, build_engine, prompts_of
-from tests.contracts.full.slow_canvas import SlowCanvas
-from tests.margins import NearTie
+from tests.contracts.engines import Shortage, assert_idle
+from tests.contracts.full.canvases import (
+    MASK_ID,
+    ORDERS,
+    PROMPTS,
+    engine_of,
+    expected_of,
+    params_of,
+    slow_canvas,
+    spread,
+    watched,
+)
 from tests.numerics import full_reference
 from tests.prefix_simulation import check_pages
-
-FAMILIES = tuple(full_reference.CONFIGS)
-MASK_ID, STOP_IDS = 47, (5,)
-PROMPTS = prompts_of([1, 7, 12, 3, 9])
-LENGTHS = (12, 8, 16, 4, 24)
-ORDERS: list[dict[str, Any]] = [
-    {"order": "low_confidence"},
-    {"order": "low_confidence", "block_length": 4, "steps": 12},
-    {"order": "low_confidence", "block_length": 4, "threshold": 0.3},
-    {"order": "random", "block_length": 4},
-    {"order": "maskgit_plus", "steps": 4},
-    {"order": "topk_margin", "steps": 4},
-    {"order": "entropy", "steps": 4},
-    {"order": "entropy", "steps": 4, "order_temperature": 0.5},
-    {"order": "origin", "steps": 4},
-    {"order": "low_confidence", "steps": 4, "defer_eos": True},
-    {"order": "maskgit_plus", "threshold": 0.4, "forbid_eos": True},
-]
-
-
-def params_of(number: int, seed: int) -> SamplingParams:
-    """Greedy, warm, and truncated requests in turn."""
-    settings: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.7},
-        {"temperature": 1.0, "top_p": 0.8},
-    ]
-    return SamplingParams(
-        **settings[number % 3], seed=100 * seed + number, max_tokens=LENGTHS[number], ignore_eos=True
-    )
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, write_family(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def write_family(kind: str, directory: Path) -> Path:
-    save_file(full_reference.random_tensors(kind), directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(full_reference.CONFIGS[kind] | {"dtype": "float32"}))
-    meaning = Semantics(
-        causality="full",
-        logit_shift=kind == "dream",
-        mask_token_id=MASK_ID,
-        stop_token_ids=STOP_IDS,
-    )
-    meaning.save(directory)
-    return directory
-
-
-def slow_canvas(kind: str, options: dict[str, Any]) -> SlowCanvas:
-    tensors = full_reference.random_tensors(kind)
-    return SlowCanvas(
-        logits=partial(full_reference.logits, kind, tensors),
-        mask_id=MASK_ID,
-        shift=kind == "dream",
-        stop_ids=STOP_IDS,
-        **options,
-    )
-
-
-def expected_of(slow: SlowCanvas, number: int) -> tuple[SamplingParams, tuple[int, ...], int]:
-    """The first seed without a near tie, its answer and passes."""
-    for seed in range(40):
-        params = params_of(number, seed)
-        try:
-            return params, *slow.answer(PROMPTS[number], params)
-        except NearTie:
-            continue
-    raise AssertionError("every seed has a near tie")
-
-
-def engine_of(directory: Path, options: dict[str, Any], **settings: Any) -> Engine:
-    return build_engine(
-        directory, None, **options, **{"max_length": 64, "max_num_batched_tokens": 40, **settings}
-    )
-
-
-def spread(cases: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """(family, case): all for the first family, each other one for one more, which changes only the model."""
-    others = itertools.cycle(FAMILIES[:0:-1])
-    return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases[::2], strict=False))
 
 
 @pytest.mark.sweep_but(family="llada", options={"order": "maskgit_plus", "steps": 4})
@@ -149,16 +71,7 @@ def test_logits_equal_the_reference(family: tuple[str, Path]) -> None:
     kind, directory = family
     tensors = full_reference.random_tensors(kind)
     engine = engine_of(directory, {})
-    passes: list[tuple[Any, Any]] = []
-    runner: Any = engine._parts.runner
-    forward = runner.forward
-
-    def recorded(plan: Any) -> Any:
-        wanted = forward(plan)
-        passes.append((plan, wanted.head(wanted.hidden_RD)))
-        return wanted
-
-    runner.forward = recorded
+    passes = watched(engine)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, params_of(number, 1))
     engine.step()
@@ -179,3 +92,42 @@ def test_a_canvas_beyond_the_trained_length_runs_with_a_warning(family: tuple[st
         )
     [found] = engine.generate([[1] * (trained - 8)], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     assert len(found.token_ids) == 40
+
+
+@pytest.mark.parametrize("number", [1, 81, 161])
+def test_a_pass_that_runs_out_of_memory_and_aborts_change_no_answer(llada: Path, number: int) -> None:
+    """All requests lose lanes and pages, and their canvases begin anew."""
+    options = {"order": "low_confidence", "block_length": 4}
+    cases = [expected_of(slow_canvas("llada", options), which) for which in range(len(PROMPTS))]
+    engine = engine_of(llada, options, max_num_seqs=4, num_pages=24, max_num_batched_tokens=200)
+    for name, (params, _, _) in enumerate(cases):
+        engine.add_request(str(name), PROMPTS[name], params)
+    events = engine.step()
+    with Shortage("cpu", {number}) as shortage:
+        events += engine.step()
+        assert shortage.is_over
+    assert [done.finish_reason for done in engine.abort("1")] == ["abort"]
+    while engine.has_work:
+        events += engine.step()
+        check_pages(engine.pool)
+    found = {event.request_id: event.completion.token_ids for event in events if event.completion}
+    assert found == {str(name): tokens for name, (_, tokens, _) in enumerate(cases) if name != 1}
+    assert_idle(engine)
+
+
+def test_a_stop_token_ends_the_answer(llada: Path) -> None:
+    options = {"order": "low_confidence", "block_length": 4}
+    params = SamplingParams(temperature=0, seed=2, max_tokens=16, ignore_eos=True)
+    [whole] = engine_of(llada, options).generate([PROMPTS[2]], params)
+    stop = whole.token_ids[6]
+    params = SamplingParams(temperature=0, seed=2, max_tokens=16, stop_token_ids=(stop,))
+    [found] = engine_of(llada, options).generate([PROMPTS[2]], params)
+    assert found.finish_reason == "stop"
+    assert found.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+def test_what_it_cannot_do_is_refused(llada: Path) -> None:
+    engine = engine_of(llada, {})
+    for wrong, code in (({"logprobs": 1}, "IDLM-0449"), ({"tau": 0.1}, "IDLM-0455")):
+        with pytest.raises(UserError, match=code):
+            engine.generate([[1]], SamplingParams(max_tokens=4, **wrong))  # type: ignore[arg-type]

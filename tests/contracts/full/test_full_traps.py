@@ -1,16 +1,14 @@
-"""The traps of full-diffusion checkpoints by number: mistakes
-that still give fluent text. Each is planted in the reference, and must show in its logits.
+"""The traps of full-diffusion checkpoints by number: mistakes that still give fluent text. Each is planted
+in the reference, and must show in its logits.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
@@ -18,45 +16,26 @@ from idlm.errors import UserError
 from idlm.infer.decoders.full_orders import ORDERS, Quota, choose
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
-from tests.contracts.engines import build_engine, prompts_of
+from tests.contracts.engines import prompts_of
+from tests.contracts.full.canvases import MASK_ID, engine_of, watched, write_published
 from tests.numerics import full_reference
 from tests.toy import load_model
 
-MASK_ID = 47
 IDS = [3, 9, 1, MASK_ID, MASK_ID, 20]
 VISIBLE = 1e-2
 """A planted mistake changes some logit by this much, or the comparison would prove nothing."""
 
 
-def write(directory: Path, kind: str, **changes: Any) -> Path:
-    directory.mkdir(exist_ok=True)
-    save_file(full_reference.random_tensors(kind), directory / "model.safetensors")
-    config = full_reference.CONFIGS[kind] | {"dtype": "float32"} | changes
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def engine_of(directory: Path, **options: Any) -> Engine:
-    return build_engine(directory, None, **{"max_length": 64, "max_num_batched_tokens": 64, **options})
-
-
 def engine_logits(engine: Engine, ids: list[int]) -> Tensor:
     """Logits [L, V] of a canvas of these known tokens and one more position to decide."""
-    runner: Any = engine._parts.runner
-    forward, found = runner.forward, []
-
-    def recorded(plan: Any) -> Any:
-        wanted = forward(plan)
-        found.append(wanted.head(wanted.hidden_RD))
-        return wanted
-
-    runner.forward = recorded
+    passes = watched(engine)
     engine.add_request(
         "a", [token for token in ids if token != MASK_ID], SamplingParams(max_tokens=1, seed=1)
     )
     engine.step()
     engine.abort("a")
-    return torch.as_tensor(found[0])
+    [(_, logits_RV)] = passes
+    return logits_RV
 
 
 @pytest.fixture(scope="module", params=["llada", "dream", "llada_moe"])
@@ -66,12 +45,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def test_trap_02_one_model_type_is_two_architectures(tmp_path: Path) -> None:
     assert full_reference.LLADA["model_type"] == full_reference.LLADA_MOE["model_type"]
-    specs = [load_model(write(tmp_path / kind, kind), device="cpu").spec for kind in ("llada", "llada_moe")]
+    specs = [
+        load_model(write_published(kind, tmp_path / kind), device="cpu").spec
+        for kind in ("llada", "llada_moe")
+    ]
     assert [spec.moe is None for spec in specs] == [True, False]
 
 
 def test_trap_03_a_wrong_shift_is_refused(kind: str, tmp_path: Path) -> None:
-    directory = write(tmp_path / kind, kind)
+    directory = write_published(kind, tmp_path / kind)
     is_shifted = kind == "dream"
     assert load_model(directory, device="cpu").semantics.logit_shift == is_shifted
     Semantics(causality="full", logit_shift=not is_shifted, mask_token_id=MASK_ID).save(directory)
@@ -81,7 +63,7 @@ def test_trap_03_a_wrong_shift_is_refused(kind: str, tmp_path: Path) -> None:
 
 def test_trap_04_the_first_place_of_a_shifted_canvas_is_known(tmp_path: Path) -> None:
     """Its prediction would have to come from a row before the canvas."""
-    engine = engine_of(write(tmp_path / "dream", "dream"))
+    engine = engine_of(write_published("dream", tmp_path / "dream"), {})
     with pytest.raises(UserError, match="IDLM-0410"):
         engine.generate([[]], SamplingParams(max_tokens=4))
     [found] = engine.generate([[3]], SamplingParams(max_tokens=4, temperature=0, seed=1, ignore_eos=True))
@@ -97,7 +79,7 @@ def test_trap_10_parts_of_equal_shape_are_not_swapped(swapped: tuple[str, str], 
     tensors = full_reference.random_tensors("llada")
     ids = [token for token in IDS if token != MASK_ID]
     expected = full_reference.logits("llada", tensors, [*ids, MASK_ID])
-    found = engine_logits(engine_of(write(tmp_path / "llada", "llada")), IDS)
+    found = engine_logits(engine_of(write_published("llada", tmp_path / "llada"), {}), IDS)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     first, second = (f"model.transformer.{name}.weight" for name in swapped)
     tensors[first], tensors[second] = tensors[second], tensors[first]
@@ -107,7 +89,7 @@ def test_trap_10_parts_of_equal_shape_are_not_swapped(swapped: tuple[str, str], 
 
 def test_trap_10_the_head_and_the_ffn_have_one_name_in_two_places(tmp_path: Path) -> None:
     """A loader that looks at the end of names would take a block's `ff_out` for the head."""
-    model = load_model(write(tmp_path / "llada", "llada"), device="cpu")
+    model = load_model(write_published("llada", tmp_path / "llada"), device="cpu")
     tensors = full_reference.random_tensors("llada")
     assert torch.equal(model.trunk.head, tensors["model.transformer.ff_out.weight"])
 
@@ -118,8 +100,8 @@ def test_trap_12_the_router_does_not_normalise(tmp_path: Path) -> None:
     tensors = full_reference.random_tensors("llada_moe")
     right = full_reference.logits("llada_moe", tensors, [*ids, MASK_ID])
     for number, message in enumerate((True, False)):
-        directory = write(tmp_path / str(number), "llada_moe", norm_topk_prob=message)
-        torch.testing.assert_close(engine_logits(engine_of(directory), IDS), right, atol=1e-4, rtol=0)
+        directory = write_published("llada_moe", tmp_path / str(number), norm_topk_prob=message)
+        torch.testing.assert_close(engine_logits(engine_of(directory, {}), IDS), right, atol=1e-4, rtol=0)
     wrong = full_reference.logits("llada_moe", tensors, [*ids, MASK_ID], normalises=True)
     assert (right - wrong).abs().max() > VISIBLE
 
@@ -141,7 +123,7 @@ def test_trap_18_no_quota_reaches_beyond_the_masks(order: str) -> None:
 
 def test_trap_20_confidence_ignores_the_noise(tmp_path: Path) -> None:
     """At a high temperature the drawn token's own probability decides, not its probability after noise."""
-    engine = engine_of(write(tmp_path / "llada", "llada"), order="low_confidence")
+    engine = engine_of(write_published("llada", tmp_path / "llada"), {"order": "low_confidence"})
     seen = []
     choose_masks = engine.decoder._choose  # type: ignore[attr-defined]
 
@@ -163,7 +145,7 @@ def test_trap_20_confidence_ignores_the_noise(tmp_path: Path) -> None:
 
 def test_trap_24_dream_has_its_own_order_and_length(tmp_path: Path) -> None:
     """The library's default order is `origin`, and its config gives Qwen's length."""
-    directory = write(tmp_path / "dream", "dream")
+    directory = write_published("dream", tmp_path / "dream")
     engine = Engine.from_pretrained(directory, device="cpu", max_num_seqs=1)
     assert (engine.decoder.modes[0].strategy, engine.settings.max_length) == ("entropy", 2048)
     with pytest.warns(UserWarning, match="more than the 2048 tokens"):
@@ -172,7 +154,7 @@ def test_trap_24_dream_has_its_own_order_and_length(tmp_path: Path) -> None:
 
 def test_trap_27_other_requests_do_not_change_an_answer(kind: str, tmp_path: Path) -> None:
     """Upstream averages the number of masks over the batch."""
-    engine = engine_of(write(tmp_path / kind, kind), steps=4, order="maskgit_plus")
+    engine = engine_of(write_published(kind, tmp_path / kind), {"steps": 4, "order": "maskgit_plus"})
     params = [SamplingParams(max_tokens=num, seed=num, ignore_eos=True) for num in (4, 12, 24)]
     prompts = prompts_of([5, 2, 9])
     alone = [engine.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]

@@ -17,7 +17,7 @@ from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.planner import ArenaPlan, plan_template
 from idlm.infer.mosaic.template import OpCall, Sizes, relate
 from tests.contracts.engines import assert_idle
-from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
+from tests.contracts.full.canvases import PROMPTS, engine_of, params_of, spread
 from tests.margins import assert_same_rows
 from tests.prefix_simulation import check_pages
 from tests.unit.planning.random_templates import ends_with
@@ -37,6 +37,7 @@ CHUNKS: list[dict[str, int]] = [
     {"query": 3},
     {"logits": 100, "ffn": 100, "experts": 100, "query": 100},
 ]
+THREES = {"logits": 3, "ffn": 3, "experts": 3, "query": 3}
 
 
 def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
@@ -44,14 +45,14 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     runner: Any = engine._parts.runner
 
     def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> ArenaPlan:
-        known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
+        templates = (takes_best and runner._best_templates) or runner._templates
         counts = {
             name: min(count, num_wanted // group if name == "logits" else num_rows)
-            for name, count in known.items()
+            for name, count in chunks.items()
+            if name in templates.chunk_counts
         }
-        template = runner._templates.template(counts)
         sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=counts, group=group)
-        return plan_template(template, sizes)
+        return plan_template(templates.template(counts), sizes)
 
     runner.plan_of = plan_of
 
@@ -77,7 +78,7 @@ def run(engine: Engine, *, abort: str | None = None) -> tuple[dict[str, Any], li
 
     runner.forward = recorded
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, params_of(number))
+        engine.add_request(str(number), prompt, params_of(number, 0))
     found: dict[str, Any] = {}
     num_steps = 0
     while engine.has_work:
@@ -92,10 +93,14 @@ def run(engine: Engine, *, abort: str | None = None) -> tuple[dict[str, Any], li
     return found, [torch.cat(logits)]
 
 
+def mosaic(directory: Path, **options: Any) -> Engine:
+    return engine_of(directory, options, memory="mosaic")
+
+
 @functools.cache
 def expected_of(directory: Path, abort: str | None = None, **options: Any) -> Any:
     """What `memory=caching` answers."""
-    return run(engine_of(directory, "caching", **options), abort=abort)
+    return run(engine_of(directory, options), abort=abort)
 
 
 def assert_equal(found: tuple[Any, list[torch.Tensor]], expected: tuple[Any, list[torch.Tensor]]) -> None:
@@ -104,38 +109,39 @@ def assert_equal(found: tuple[Any, list[torch.Tensor]], expected: tuple[Any, lis
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("options", ORDERS, ids=str)
-def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
+def test_it_answers_as_caching(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """Every order, mixed lengths in a pass: tokens, and logits bit for bit."""
+    _, directory = family
     expected = expected_of(directory, **options)
     assert len(expected[0]) == len(PROMPTS)
-    assert_equal(run(engine_of(directory, **options)), expected)
+    assert_equal(run(mosaic(directory, **options)), expected)
 
 
 @pytest.mark.sweep_but(chunks={"logits": 5})
 @pytest.mark.parametrize(
-    ("directory", "chunks"),
+    ("family", "chunks"),
     [
         *(("llada", chunks) for chunks in CHUNKS),
         ("dream", CHUNKS[2]),
         ("llada_moe", CHUNKS[1]),
         ("llada_moe", {"experts": 100}),
     ],
-    indirect=["directory"],
+    indirect=["family"],
     ids=str,
 )
-def test_chunks_change_no_bit(directory: Path, chunks: dict[str, int]) -> None:
+def test_chunks_change_no_bit(family: tuple[str, Path], chunks: dict[str, int]) -> None:
+    _, directory = family
     options = {"order": "low_confidence", "block_length": 4}
-    engine = engine_of(directory, **options)
+    engine = mosaic(directory, **options)
     with_chunks(engine, chunks)
     assert_equal(run(engine), expected_of(directory, **options))
 
 
-@pytest.mark.sweep_but("llada")
-def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
-    options = {"order": "low_confidence", "block_length": 4, "max_num_batched_tokens": 200}
-    expected, _ = expected_of(directory, abort="2", **options)
-    found, _ = run(engine_of(directory, **options), abort="2")
+def test_an_abort_leaves_the_others_as_they_are(llada: Path) -> None:
+    options = {"order": "low_confidence", "block_length": 4, "max_num_seqs": 8}
+    expected, _ = expected_of(llada, abort="2", **options)
+    found, _ = run(mosaic(llada, **options), abort="2")
     assert found == expected and "2" not in found
 
 
@@ -144,7 +150,7 @@ def test_proposals_come_in_parts(llada: Path, monkeypatch: pytest.MonkeyPatch) -
     """The decoder judges few rows of a chunk at a time when its copies are large."""
     expected = expected_of(llada, order="low_confidence")
     monkeypatch.setattr("idlm.infer.mosaic.canvas_ops.PROPOSAL_BYTES", 3 * 24 * 48)
-    assert_equal(run(engine_of(llada, order="low_confidence")), expected)
+    assert_equal(run(mosaic(llada, order="low_confidence")), expected)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -166,15 +172,18 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ended
 
 
-@pytest.mark.sweep_but(directory="llada", chunks={"logits": 3, "ffn": 3, "experts": 3, "query": 3})
-@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "experts": 3, "query": 3}], ids=str)
+@pytest.mark.sweep_but("llada-chunks1")
+@pytest.mark.parametrize(
+    ("family", "chunks"), [("llada", {}), ("llada", THREES), ("llada_moe", THREES)], indirect=["family"]
+)
 def test_nothing_is_read_after_its_lifetime(
-    directory: Path, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    family: tuple[str, Path], chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _, directory = family
     options = {"order": "low_confidence", "block_length": 4}
     expected = expected_of(directory, **options)
     ended = poison(monkeypatch)
-    engine = engine_of(directory, **options)
+    engine = mosaic(directory, **options)
     with_chunks(engine, chunks)
     assert_equal(run(engine), expected)
     runner: Any = engine._parts.runner
@@ -195,18 +204,18 @@ def shortened(template: Any, name: str) -> None:
     template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
 
 
-@pytest.mark.sweep_but(chunks={})
+@pytest.mark.sweep_but("chunks0-heads", "chunks0-logits", "chunks1-gate_up")
 @pytest.mark.parametrize(
     "name", ["q", "k", "heads", "attention_out", "ffn_in", "gate_up", "head_in", "logits"]
 )
-@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "query": 3}], ids=str)
+@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "query": 3}])
 def test_a_lifetime_that_is_too_short_is_caught(
     llada: Path, name: str, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"order": "low_confidence", "block_length": 4}
     expected = expected_of(llada, **options)
     poison(monkeypatch)
-    engine = engine_of(llada, **options)
+    engine = mosaic(llada, **options)
     with_chunks(engine, chunks)
     runner: Any = engine._parts.runner
     shortened(runner.plan_of(20, 10).template, name)

@@ -12,18 +12,22 @@ from torch.utils._pytree import tree_leaves
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.mosaic import canvas, canvas_attention, canvas_ops
+from idlm.infer.engine import Engine
+from idlm.infer.mosaic import canvas_attention, canvas_ops
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.kernels.experts import steps as expert_steps
 from tests.contracts.engines import assert_idle, build_engine
-from tests.contracts.full.canvases import PROMPTS, directory_of, engine_of, params_of
+from tests.contracts.full.canvases import PROMPTS, engine_of, params_of, write_family
 
 
-@pytest.mark.sweep_but("dream")
-def test_a_canvas_that_cannot_fit_is_refused_and_the_engine_goes_on(directory: Path) -> None:
+def mosaic(directory: Path, **settings: Any) -> Engine:
+    return engine_of(directory, {"order": "low_confidence"}, memory="mosaic", **settings)
+
+
+def test_a_canvas_that_cannot_fit_is_refused_and_the_engine_goes_on(llada: Path) -> None:
     """The message names the op, the bytes and the nearest length, which does fit."""
-    engine = engine_of(directory, order="low_confidence")
+    engine = mosaic(llada)
     runner: Any = engine._parts.runner
     runner.min_rows, runner.capacity = 4, 16_384
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
@@ -46,10 +50,10 @@ def test_a_canvas_that_cannot_fit_is_refused_and_the_engine_goes_on(directory: P
 
 def test_a_pass_that_the_device_refuses_fails_one_request(llada: Path) -> None:
     """More memory is taken by others than when the engine was built: smaller passes, then one error."""
-    engine = engine_of(llada, order="low_confidence", max_num_batched_tokens=200)
+    engine = mosaic(llada, max_num_batched_tokens=200)
     runner: Any = engine._parts.runner
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, params_of(number))
+        engine.add_request(str(number), prompt, params_of(number, 0))
     runner.capacity, runner.min_rows = 16_384, 64
     done, failed = [], []
     while engine.has_work:
@@ -64,7 +68,7 @@ def test_a_pass_that_the_device_refuses_fails_one_request(llada: Path) -> None:
 
 
 def test_there_are_no_pages_of_keys_and_values(llada: Path) -> None:
-    engine = engine_of(llada, order="low_confidence", page_size=8)
+    engine = mosaic(llada, page_size=8)
     runner: Any = engine._parts.runner
     assert not hasattr(runner, "_cache") and runner.arena.num_bytes == 0
     engine.generate([[1, 2]], SamplingParams(max_tokens=4, seed=1))
@@ -74,7 +78,7 @@ def test_there_are_no_pages_of_keys_and_values(llada: Path) -> None:
 
 def test_plans_are_made_once_for_the_rows_of_a_pass(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass of a request wants the most rows; later ones use its plan."""
-    engine = engine_of(llada, order="low_confidence")
+    engine = mosaic(llada)
     runner: Any = engine._parts.runner
     made: list[tuple[int, int]] = []
     original = runner.plan_of
@@ -111,7 +115,7 @@ def test_what_has_no_place_in_the_template_is_refused(
 ) -> None:
     monkeypatch.setattr("idlm.infer.models.fp8.check_device", lambda device: None)
     with pytest.raises(UserError, match="IDLM-0471") as caught:
-        engine_of(llada, **settings)
+        mosaic(llada, **settings)
     assert words in caught.value.message
 
 
@@ -155,7 +159,7 @@ def test_what_is_allocated_beside_the_workspace_does_not_grow_with_the_length(
         monkeypatch.setattr(module, "PIECE_ROWS", 32)
     # On a CPU attention repeats rows so that bits stay the same; here memory counts.
     monkeypatch.setattr(canvas_attention, "_cpu_piece", lambda low, high, num_rows: (low, high))
-    engine = engine_of(directory_of(kind, tmp_path), order="low_confidence", max_length=1024)
+    engine = mosaic(write_family(kind, tmp_path), max_length=1024)
     runner: Any = engine._parts.runner
     largest = {}
     for num_rows in (400, 800):
@@ -180,16 +184,9 @@ def test_what_is_allocated_beside_the_workspace_does_not_grow_with_the_length(
     assert largest[800] <= 8 * bound < 400 * 32 * 4
 
 
-def test_bytes_of_libraries_are_constant_and_taken_off_the_workspace() -> None:
-    from tests.unit.planning.shapes import LLADA_8B
-
-    assert canvas.library_bytes(LLADA_8B) < 200 << 20
-    assert canvas.library_bytes(LLADA_8B) > canvas.PROPOSAL_BYTES
-
-
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
 def test_both_arenas_can_be_asked_for(llada: Path, arena: str) -> None:
     """On a CPU the mapped one falls back to the plain one, and says so."""
-    engine = engine_of(llada, order="low_confidence", memory_arena=arena)
+    engine = mosaic(llada, memory_arena=arena)
     [found] = engine.generate([[1, 2]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
     assert len(found.token_ids) == 4

@@ -13,8 +13,7 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.mosaic.arena import MappedArena, open_arena
 from idlm.kernels.masked_logits import has_fused, launch
-from tests.contracts.full.test_best_head import check_answers, greedy_cases
-from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is a fixture
+from tests.contracts.full.canvases import (  # noqa: F401 - `family` is a fixture
     ORDERS,
     PROMPTS,
     engine_of,
@@ -23,6 +22,7 @@ from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is
     slow_canvas,
     spread,
 )
+from tests.contracts.full.test_best_head import check_answers, greedy_cases
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.full_rows import mixed_logits
 from tests.contracts.engines import assert_idle
-from tests.contracts.full.test_full_decoder import MASK_ID, ORDERS, PROMPTS, engine_of, family, spread
+from tests.contracts.full.canvases import MASK_ID, ORDERS, PROMPTS, engine_of, family, spread
 from tests.contracts.full.test_full_guidance import answers_of, cases_of
 from tests.numerics import full_reference
 

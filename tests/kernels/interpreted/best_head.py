@@ -11,8 +11,8 @@ import torch
 
 from idlm.kernels import backend
 from idlm.kernels.masked_logits import launch as launch_module
+from tests.contracts.full.canvases import ORDERS, engine_of, slow_canvas, write_family
 from tests.contracts.full.test_best_head import check_answers, greedy_cases
-from tests.contracts.full.test_full_decoder import ORDERS, engine_of, slow_canvas, write_family
 
 SMALL = launch_module.LogitsLaunch(block_x=16, block_d=32, warps=4, stages=1, group=2)
 
