@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import evaluate, run_evaluation, task_samples
-from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from tests.contracts.engines import wanted_of
 from tests.integration.inference.command_lines import (
-    GREEDY,
     ISD,
     MODEL,
     SPARE_ROW,
@@ -142,36 +139,6 @@ def test_an_interrupted_evaluation_can_be_repeated(monkeypatch: pytest.MonkeyPat
     assert len(evaluate(engine, task, samples, params).completions) == 3
 
 
-def test_prompts_are_encoded_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, calls, encode = TASKS.get("ledger")(level="tiny"), list[int](), EngineParts.encode
-
-    def counted(parts: EngineParts, prompts: Sequence[str]) -> list[list[int]]:
-        calls.append(len(prompts))
-        return encode(parts, prompts)
-
-    monkeypatch.setattr(EngineParts, "encode", counted)
-    samples, params = task_samples(task, "test", 3), SamplingParams(temperature=0, max_tokens=8)
-    result = evaluate(reference(), task, samples, params)
-    assert calls == [3]
-    alone = reference().generate([sample.prompt for sample in samples], params)
-    assert [done.token_ids for done in result.completions] == [done.token_ids for done in alone]
-
-
-def test_one_decoder_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The base has no drafts of its own, so its default decoder is the baseline itself."""
-    built = []
-    load = Engine.from_pretrained
-
-    def counting(*args: Any, **options: Any) -> Engine:
-        built.append(args)
-        return load(*args, **options)
-
-    monkeypatch.setattr(Engine, "from_pretrained", counting)
-    assert run_evaluation([*BASE, "num=1", "sampling.max_tokens=4"]) == 0
-    assert list(_rows(capsys.readouterr().out)) == ["ar"]
-    assert len(built) == 1
-
-
 @pytest.fixture
 def block(tmp_path: Path) -> list[str]:
     """Arguments for a block-causal checkpoint, which answers nothing useful."""
@@ -203,17 +170,6 @@ def test_a_baseline_that_does_not_fit_is_named_before_anything_is_decoded(
     assert "baseline=null" in caught.value.fix
 
 
-def test_figures_are_those_of_the_completions() -> None:
-    task = TASKS.get("ledger")(level="tiny")
-    params = SamplingParams(temperature=0, max_tokens=100)
-    result = evaluate(reference(), task, task_samples(task, "test", 3), params)
-    assert result.num_tokens == sum(len(done.token_ids) for done in result.completions) == result.num_forwards
-    assert result.tokens_per_forward == 1.0
-    assert decode_tokens_per_forward(result) == 1.0
-    assert result.acceptance_rate is None
-    assert result.exact_match <= sum(each.final_answer_correct for each in result.verdicts) / 3
-
-
 @pytest.mark.parametrize(
     ("code", "arguments", "words"),
     [
@@ -221,8 +177,6 @@ def test_figures_are_those_of_the_completions() -> None:
         ("IDLM-0102", ["task=ledgr"], "'ledger'"),
         ("IDLM-0220", ["level=tny"], "'tiny'"),
         ("IDLM-0223", ["split=tests"], "tests"),
-        ("IDLM-0102", ["baseline=arr"], "'ar'"),
-        ("IDLM-0101", ["sampling.top_p=0"], "top_p=0"),
         ("IDLM-0101", ["sampling.topp=1"], "'sampling.top_p'"),
         ("IDLM-0442", ["output=/nowhere/out"], "/nowhere"),
     ],
@@ -237,11 +191,6 @@ def test_mistakes_are_found_before_a_model_is_loaded(
     assert words in caught.value.message
 
 
-def test_the_checkpoint_must_know_its_mask() -> None:
-    with pytest.raises(UserError, match="IDLM-0404"):
-        run_evaluation([*BASE, "decoder=isd", "decoder.stride=4"])
-
-
 def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
     output.write_text("old")
@@ -252,20 +201,3 @@ def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         run_evaluation([*BASE, f"output={output}", "overwrite=true"])
     assert output.read_text() == "old"
     assert list(tmp_path.iterdir()) == [output]
-
-
-def test_progress_of_both_decoders_is_on_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("idlm.cli.progress.LINE_SECONDS", 0)
-    with pytest.warns(UserWarning, match="stride 4 is larger than the 1"):
-        assert run_evaluation([*MODEL, *ISD, *GREEDY[:-1], "num=2"]) == 0
-    captured = capsys.readouterr()
-    for name in ("isd", "ar"):
-        assert any(line.startswith(f"{name}  2/2  ") for line in captured.err.splitlines()), captured.err
-    assert "2/2" not in captured.out
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_evaluation(["--help"]) == 0
-    assert "baseline = auto" in capsys.readouterr().out

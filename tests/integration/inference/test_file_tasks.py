@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +142,9 @@ def test_a_packed_file_and_a_list_are_read_too(tmp_path: Path) -> None:
     ("code", "content", "words"),
     [
         ("IDLM-0482", '{"question": "a"}\n', ["problems.jsonl:1", "'answer'", "text", "['question']"]),
-        (
-            "IDLM-0482",
-            '{"question": "a", "answer": "#### 1"}\n{"question": 1, "answer": "1"}',
-            [":2", "'question'"],
-        ),
         ("IDLM-0482", '{"question": "a", "answer', [":1 is not JSON: Unterminated string", ": column 19"]),
         ("IDLM-0482", '[{"question": "a"},\n  3,\n  }]', [":3 is not JSON: Expecting value: column 3"]),
-        ("IDLM-0482", '[{"question": "a", "answer": "#### 1"}, 3]', ["record 1", "not an object"]),
         ("IDLM-0482", '{"question": "a", "answer": "It is 4."}', ["problems.jsonl:1", "'answer'", "'####'"]),
-        ("IDLM-0482", '{"question": "a", "answer": "2+2 ####\\n"}', ["problems.jsonl:1", "'####'"]),
         ("IDLM-0482", "", ["holds no problem of task=gsm8k"]),
         ("IDLM-0481", b"\xff\xfe\x00", ["damaged"]),
         ("IDLM-0481", None, ["is not a file"]),
@@ -178,13 +170,9 @@ def test_files_that_are_not_the_tasks(
         ("IDLM-0485", ["task=gsm8k"], "reads a file of problems"),
         ("IDLM-0485", ["task=ledger", "data=FILE"], "makes its problems itself"),
         ("IDLM-0102", ["task=gsm8", "data=FILE"], "did you mean 'gsm8k'?"),
-        ("IDLM-0102", ["task=math50"], "did you mean 'math500'?"),
-        ("IDLM-0102", ["task=leger"], "did you mean 'ledger'?"),
-        ("IDLM-0464", ["task=gsm8k", "data="], "data=''"),
         ("IDLM-0443", ["task=gsm8k", "data=FILE", "num=2"], "num=2"),
         ("IDLM-0484", ["compare=[isd:acceptance]"], "isd:acceptance"),
         ("IDLM-0484", ["compare=[ar,ar]"], "given twice"),
-        ("IDLM-0102", ["compare=[arr]"], "'ar'"),
     ],
 )
 def test_mistakes_are_found_before_a_model_is_loaded(
@@ -218,8 +206,3 @@ def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureF
     assert [record["decoder"] for record in records] == [name for name in names for _ in range(2)]
     assert {record["reference"] for record in records} == {"1,004"}
     assert [record["completion"]["exactness"] for record in records] == ["exact"] * 4 + ["lossy"] * 2
-
-
-def test_workers_are_as_many_as_cores() -> None:
-    assert FILE_TASKS.get("mbpp").num_workers == os.cpu_count()
-    assert FILE_TASKS.get("gsm8k").num_workers == 1

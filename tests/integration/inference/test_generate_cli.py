@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from idlm.contracts import RECORD_KEYS
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import partial_path
-from idlm.infer.runtime.model_runner import StepResult
-from idlm.infer.runtime.worker import Worker
-from idlm.infer.state.batch import Schedule
 from idlm.text.tokenizer import encode_messages
 from tests.integration.inference.command_lines import (
     AR,
@@ -56,12 +52,6 @@ def test_several_prompts_and_both_decoders(decoder: list[str], capsys: pytest.Ca
     assert captured.err.startswith(f"[{decoder[0].partition('=')[2]}, exact] {2 * SHORT} tokens, ")
     assert ("acceptance" in captured.err) == (decoder == ISD)
     assert captured.err.endswith(" tokens/s, 2 of 2 cut off\n")
-
-
-def test_a_finished_answer_is_not_called_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
-    first = answer(PROMPTS[0]).token_ids[0]
-    assert generate([*BASE, "stats=true", "-p", PROMPTS[0], f"sampling.stop_token_ids=[{first}]"]) == 0
-    assert capsys.readouterr().err.endswith(" tokens/s\n")
 
 
 def test_standard_input_is_a_prompt(
@@ -105,32 +95,6 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     assert records[1]["token_ids"] == list(answer(ids).token_ids)
     assert records[2]["token_ids"] == list(answer(PROMPTS[3], max_tokens=2).token_ids)
     assert not output.with_name("out.jsonl.partial").exists()
-
-
-def test_a_request_that_fails_is_reported_and_the_others_are_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out.jsonl"
-    launch, num_passes = Worker.launch, 0
-
-    def launching(worker: Worker, schedule: Schedule) -> StepResult:
-        nonlocal num_passes
-        num_passes += 1
-        if num_passes <= 2:
-            raise torch.OutOfMemoryError("injected")
-        return launch(worker, schedule)
-
-    expected = [answer(prompt) for prompt in PROMPTS[:3]]
-    monkeypatch.setattr(Worker, "launch", launching)
-    prompts = [word for prompt in PROMPTS[:3] for word in ("-p", prompt)]
-    assert generate([*BASE, *prompts, f"output={output}"]) == 1
-    assert "error IDLM-0448" in capsys.readouterr().err
-    records = read_lines(output)
-    assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
-    assert records[1]["error"].startswith("IDLM-0448")
-    for record, done in zip(records[::2], expected[::2], strict=True):
-        assert record["text"] == done.text
-        assert record["error"] is None
 
 
 def test_fields_of_a_record(tmp_path: Path) -> None:
@@ -186,57 +150,6 @@ def test_line_13_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path
     ]
 
 
-def test_samples_of_a_seed_differ_and_repeat(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": p, "sampling": {"seed": 5}} for p in PROMPTS[:2]])
-    hot = ["sampling.n=3", "sampling.temperature=2", f"input={source}", "sampling.max_tokens=12"]
-    runs = []
-    for name in ("one", "two"):
-        assert generate([*BASE, *hot, f"output={tmp_path / name}"]) == 0
-        runs.append([(r["request_id"], r["index"], r["token_ids"]) for r in read_lines(tmp_path / name)])
-    assert runs[0] == runs[1]
-    assert [(i, k) for i, k, _ in runs[0]] == [(i, k) for i in ("1", "2") for k in range(3)]
-    assert len({tuple(token_ids) for _, _, token_ids in runs[0][:3]}) == 3
-
-
-def test_text_ends_before_a_stop_string(tmp_path: Path) -> None:
-    free = answer(PROMPTS[0], max_tokens=12).text
-    stop = free[9:12]
-    output = tmp_path / "out.jsonl"
-    arguments = ["-p", PROMPTS[0], f"output={output}", f"sampling.stop=['{stop}']", "sampling.max_tokens=12"]
-    assert generate([*BASE, *arguments]) == 0
-    [record] = read_lines(output)
-    assert record["text"] == free[: free.index(stop)]
-    assert record["finish_reason"] == "stop"
-
-
-@pytest.mark.sweep_but("False")
-@pytest.mark.parametrize("is_shown", [True, False])
-def test_progress_of_a_file_is_on_standard_error_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_shown: bool
-) -> None:
-    monkeypatch.setattr("idlm.cli.progress.LINE_SECONDS", 0)
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:3]])
-    output, stats = tmp_path / "out.jsonl", [f"stats={str(is_shown).lower()}"]
-    assert generate([*BASE, *stats, f"input={source}", f"output={output}"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert [record["text"] for record in read_lines(output)] == [answer(p).text for p in PROMPTS[:3]]
-    lines = captured.err.splitlines()
-    assert any(line.startswith("loading  100%") for line in lines) == is_shown
-    last = f"ar  3/3  {3 * SHORT} tokens  "
-    assert any(line.startswith(last) and line.endswith("left 0:00:00") for line in lines) == is_shown
-    assert generate([*BASE, *stats, f"input={source}"]) == 0
-    assert capsys.readouterr().out == "".join(answer(p).text + "\n" for p in PROMPTS[:3])
-
-
-def test_help_names_every_decoder_and_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(["-h"]) == 0
-    out = capsys.readouterr().out
-    assert all(
-        key in out for key in ("decoder=isd", "decoder.stride=null", "sampling.temperature", "-p TEXT")
-    )
-
-
 def test_an_interrupted_run_keeps_what_is_finished_and_the_old_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,14 +166,6 @@ def test_an_interrupted_run_keeps_what_is_finished_and_the_old_output(
     assert [r["request_id"] for r in records] == ["2", "3", "4"]
     assert all(r["token_ids"] == list(answer(r["prompt"]).token_ids) for r in records)
     assert f"3 finished answers are in {partial}" in capsys.readouterr().err
-
-
-def test_a_failing_pass_keeps_the_answers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    interrupt_after(monkeypatch, SHORT + 1, lambda: RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"])
-    assert [r["request_id"] for r in read_lines(tmp_path / "out.partial")] == ["1", "2"]
 
 
 def test_a_run_stopped_before_its_first_answer_leaves_nothing(

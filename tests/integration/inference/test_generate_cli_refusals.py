@@ -51,32 +51,19 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ("IDLM-0432", "[" * 100_000, "JSON"),
         ("IDLM-0432", '{"prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
         ("IDLM-0432", '{"prompt": "x", "sampling": {"n": 1, "seed": 0, "n": 2}}', "'n' is given twice"),
-        ("IDLM-0433", "[]", "exactly one"),
         ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
-        ("IDLM-0433", {"id": 3}, "exactly one"),
         ("IDLM-0434", {"prompt": "x", "samplng": {}}, "'sampling'"),
         ("IDLM-0435", {"prompt": "x", "sampling": {"temprature": 0}}, "'temperature'"),
-        ("IDLM-0435", {"prompt": "x", "sampling": 3}, "3"),
         ("IDLM-0435", {"prompt": "x", "sampling": {"stop": "abc"}}, "list"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"temperature": -1}}, "temperature=-1"),
-        ("IDLM-0401", {"prompt": "x", "sampling": {"n": "two"}}, "n='two'"),
-        ("IDLM-0401", {"prompt": "x", "sampling": {"logprobs": 100_000}}, "logprobs=100000"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"ignore_eos": "no"}}, "ignore_eos='no'"),
-        ("IDLM-0436", {"prompt": "x", "id": None}, "id is None"),
-        ("IDLM-0436", {"prompt": "x", "id": [1]}, "id is [1]"),
         ("IDLM-0436", {"prompt": "x", "id": 1.5}, "id is 1.5"),
-        ("IDLM-0436", {"prompt": "x", "id": True}, "id is True"),
-        ("IDLM-0436", {"prompt": 3}, "prompt is 3"),
         ("IDLM-0436", {"prompt": ""}, "empty"),
         ("IDLM-0436", '{"prompt": "\\ud800"}', "not valid text"),
-        ("IDLM-0436", {"prompt_ids": []}, "empty"),
         ("IDLM-0436", {"prompt_ids": "abc"}, "'abc'"),
         ("IDLM-0436", {"prompt_ids": [1, 2.5]}, "2.5"),
-        ("IDLM-0436", {"prompt_ids": [1, True]}, "True"),
-        ("IDLM-0436", {"messages": [{"role": "user"}]}, "role"),
         ("IDLM-0436", {"messages": [{"role": "user", "content": None}]}, "None"),
         ("IDLM-0436", {"messages": [{"role": "user", "content": "x"}, "y"]}, "'y'"),
-        ("IDLM-0436", {"messages": [{"role": 1, "content": "x"}]}, "1"),
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_loaded(
@@ -103,10 +90,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     ("code", "arguments", "words"),
     [
         ("IDLM-0430", ["input=nowhere.jsonl"], "nowhere.jsonl"),
-        ("IDLM-0430", [f"input={LONG}"], LONG),
         ("IDLM-0442", ["-p", "x", f"output={LONG}"], LONG),
-        ("IDLM-0442", ["-p", "x", f"output={LONG[:250]}", "overwrite=true"], ".partial"),
-        ("IDLM-0442", ["input=README.md", f"output={LONG}", "resume=true"], LONG),
         ("IDLM-0437", ["-p"], "-p"),
         ("IDLM-0439", ["-p", "x", "input=README.md"], "both"),
         ("IDLM-0442", ["-p", "x", "output=/nowhere/out"], "/nowhere"),
@@ -114,12 +98,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("IDLM-0442", ["-p", "x", "output=/dev/null", "overwrite=true"], "device"),
         ("IDLM-0436", ["-p", "x", "-p", "\udcff"], "prompt 2"),
         ("IDLM-0436", ["-p", ""], "empty"),
-        ("IDLM-0101", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
         ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
         ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
         ("IDLM-0101", ["-p", "x", str(TINY)], f"; write model={TINY}"),
-        ("IDLM-0101", ["-p", "x", "README.md"], "; write key=value"),
-        ("IDLM-0101", ["-p", "x", LONG], "; write key=value"),
         ("IDLM-0101", ["-p", "x", "chat_template=off"], "auto, none"),
     ],
 )
@@ -129,30 +110,7 @@ def test_bad_arguments(code: str, arguments: list[str], words: str) -> None:
     assert words in error.message
 
 
-@pytest.mark.parametrize(
-    ("code", "arguments", "words"),
-    [
-        ("IDLM-0102", ["decoder=isdd"], "'isd'"),
-        ("IDLM-0416", ["decoder=isd", "decoder.strid=4"], "'stride'"),
-        ("IDLM-0416", ["decoder=isd", "decoder.stride=four"], "decoder.stride"),
-        ("IDLM-0416", ["decoder=isd", "decoder.stride=2.5"], "decoder.stride"),
-        ("IDLM-0102", ["decoder=isd", "decoder.rejection_strategy=tre"], "'tree'"),
-    ],
-)
-def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: str) -> None:
-    error = _refusal([*MODEL, *arguments, "mask_token_id=170", "-p", "x"])
-    assert error.code == code
-    assert words in error.message
-
-
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_printed_text_has_no_logprobs(name: str) -> None:
-    error = _refusal([*BASE, "-p", "Lea has 9 shells.", f"sampling.{name}=2"])
-    assert error.code == "IDLM-0489" and f"sampling.{name}=2" in error.message and "output=" in error.fix
-
-
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(("others", "name"), [(0, "prompt_logprobs"), (1, "logprobs")])
 def test_a_line_whose_logprobs_would_not_be_printed_is_refused(
     name: str, others: int, tmp_path: Path
 ) -> None:
@@ -176,10 +134,8 @@ def test_no_model_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[f"model={LONG}"], [f"model={TINY}", f"base={LONG}"]])
-@pytest.mark.parametrize("writes", [False, True])
-def test_a_model_of_a_name_too_long_is_refused(arguments: list[str], writes: bool, tmp_path: Path) -> None:
-    output = [f"output={tmp_path / 'out'}"] if writes else []
-    assert _refusal([*arguments, "-p", "x", *output]).code in ("IDLM-0600", "IDLM-0611")
+def test_a_model_of_a_name_too_long_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    assert _refusal([*arguments, "-p", "x", f"output={tmp_path / 'out'}"]).code in ("IDLM-0600", "IDLM-0611")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +188,7 @@ def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
     assert error.message == f"{source}:2: id '2' is also the id of {source}:1"
 
 
-@pytest.mark.parametrize("ids", [[2, 1], ["a", None, "b"], [1, None], ["x", None, "02"], [3, None]])
+@pytest.mark.parametrize("ids", [[2, 1], ["x", None, "02"]])
 def test_ids_of_records_are_kept_as_given(tmp_path: Path, ids: list[Any]) -> None:
     lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
     source = write_lines(tmp_path / "in.jsonl", lines)
@@ -241,10 +197,9 @@ def test_ids_of_records_are_kept_as_given(tmp_path: Path, ids: list[Any]) -> Non
     assert output == [str(number if name is None else name) for number, name in enumerate(ids, start=1)]
 
 
-@pytest.mark.parametrize("arguments", [["-p", "x"], ["-p", "x", "-p", "y"]])
-def test_without_a_tokenizer_the_way_is_named(tmp_path: Path, arguments: list[str]) -> None:
+def test_without_a_tokenizer_the_way_is_named(tmp_path: Path) -> None:
     bare = shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "manifest*"))
-    error = _refusal([*BASE, f"model={bare}", *arguments])
+    error = _refusal([*BASE, f"model={bare}", "-p", "x"])
     assert error.code == "IDLM-0414"
     assert "input=" in error.fix and '{"prompt_ids": [1, 2, 3]}' in error.fix
 
@@ -257,22 +212,11 @@ def test_input_is_never_its_own_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_an_empty_file_is_a_mistake(tmp_path: Path) -> None:
-    assert _refusal([*BASE, f"input={write_lines(tmp_path / 'x', [''])}"]).code == "IDLM-0430"
-
-
-@pytest.mark.usefixtures("_no_model")
 def test_empty_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     give_stdin(monkeypatch, "\n")
     error = _refusal(BASE)
     assert (error.code, error.message) == ("IDLM-0436", "there is no prompt")
     assert "-p TEXT or input=FILE" in error.fix
-
-
-@pytest.mark.usefixtures("_no_model")
-def test_closed_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    assert _refusal(BASE).message == "there is no prompt"
 
 
 @pytest.mark.usefixtures("_no_model")
@@ -287,10 +231,8 @@ def test_a_terminal_without_a_prompt_is_told_about_the_chat(monkeypatch: pytest.
     [
         ("IDLM-0412", {"prompt": "Lea has 9 shells. " * 60}),
         ("IDLM-0411", {"prompt_ids": [1, 192]}),
-        ("IDLM-0411", {"prompt_ids": [-1]}),
         ("IDLM-0412", {"prompt_ids": [1] * 160}),
         ("IDLM-0411", {"prompt": "x", "sampling": {"stop_token_ids": [999_999]}}),
-        ("IDLM-0411", {"prompt": "x", "sampling": {"logprobs": 193}}),
         ("IDLM-0453", {"prompt": "x", "sampling": {"decoder_options": {"steps": 2}}}),
     ],
 )
@@ -307,7 +249,7 @@ def test_a_line_the_engine_refuses_is_named_before_any_is_answered(
 
 
 @pytest.mark.parametrize("shape", ["prompt", "messages"])
-def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
+def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
     """Encoding 104 MB would take minutes and 16.7 GB."""
@@ -319,16 +261,3 @@ def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
     assert error.code == "IDLM-0412"
     assert error.message.startswith(f"{source}:1: this model's maximum context length is 160 tokens")
     assert "characters, more than these can hold" in error.message
-
-
-def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> None:
-    class Vocabulary:
-        def get_vocab(self) -> dict[str, int]:
-            return {"x" * 1000: 0, "y": 1}
-
-        def __call__(self, texts: list[str], **settings: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[0] * (len(text) // 1000) for text in texts]}
-
-    tokens.check_size(Vocabulary(), "x" * 3000, 3)
-    with pytest.raises(UserError, match="IDLM-0412: .* is 3 tokens, and the prompt has 3001 characters"):
-        tokens.check_size(Vocabulary(), "x" * 3001, 3)

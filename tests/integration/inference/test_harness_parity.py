@@ -45,20 +45,6 @@ def _problem(draw: random.Random) -> Problem:
     return question, answers, draw.randrange(4)
 
 
-def _arc(question: str, answers: list[str], right: int) -> dict[str, Any]:
-    return {
-        "question": question,
-        "choices": {"text": answers, "label": [*"ABCD"]},
-        "answerKey": "ABCD"[right],
-    }
-
-
-def _hellaswag(question: str, answers: list[str], right: int) -> dict[str, Any]:
-    endings = [f"counts {answer}. [title] Then it rests." for answer in answers]
-    texts = {"activity_label": "Counting", "ctx_a": question, "ctx_b": "the squirrel"}
-    return {**texts, "endings": endings, "label": str(right)}
-
-
 def _piqa(question: str, answers: list[str], right: int) -> dict[str, Any]:
     return {"goal": question, "sol1": answers[0], "sol2": answers[right or 1], "label": int(right > 0)}
 
@@ -78,13 +64,10 @@ def _gsm8k(question: str, answers: list[str], right: int) -> dict[str, Any]:
 TASKS: dict[str, Callable[[str, list[str], int], dict[str, Any]]] = {
     "piqa": _piqa,
     "gsm8k": _gsm8k,
-    "arc_easy": _arc,
-    "arc_challenge": _arc,
-    "hellaswag": _hellaswag,
     "lambada_openai": _lambada,
     "mmlu_elementary_mathematics": _mmlu,
 }
-NUM_FEWSHOT = {"piqa": 1, "arc_challenge": 3, "mmlu_elementary_mathematics": 2, "gsm8k": 1}
+NUM_FEWSHOT = {"piqa": 1, "mmlu_elementary_mathematics": 2, "gsm8k": 1}
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> str:

@@ -115,16 +115,6 @@ def test_the_context_of_an_answer_keeps_the_room_for_it() -> None:
     assert answers[0] == kept.text
 
 
-def test_equal_texts_have_equal_likelihoods_and_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, lines = _requests(), list[Any]()
-    monkeypatch.setattr(sent, "_run", lambda each: lines.extend(each) or EngineRequests._run(sent, each))
-    texts = [sent.encode(text) for text in PROMPTS[:2]]
-    pairs = [(ids[:-size], ids[-size:]) for size in (1, 2) for ids in (texts[0], texts[1], texts[0])]
-    scores = sent.loglikelihood(pairs)
-    assert len(lines) == 4
-    assert scores[0] == scores[2] != scores[1] and scores[3] == scores[5] < scores[0]
-
-
 def test_a_text_that_spells_its_beginning_gets_no_second_one() -> None:
     sent, bos = _requests(), reference().tokenizer.bos_token
     assert sent.encode(bos + PROMPTS[0]) == sent.encode(PROMPTS[0])
@@ -174,26 +164,6 @@ def test_lm_eval_refusals(
         run_evaluation([*MODEL, "harness=lm_eval", f"task={task}", f"data={data}"])
     assert caught.value.code == "IDLM-0487"
     assert words in caught.value.message
-
-
-@needs_lm_eval
-def test_examples_without_a_number_and_problems_in_parquet(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    from idlm.infer.evaluation.lm_eval_model import ProblemFiles, local_task
-
-    record = {"question": "1+1?", "subject": "anatomy", "choices": ["1", "2", "3", "4"], "answer": 1}
-    path = str(tmp_path / "test.parquet")
-    Dataset.from_list([record] * 2).to_parquet(path)
-    with pytest.raises(UserError, match="IDLM-0487: .*prompts without examples"):
-        local_task("mmlu_anatomy", ProblemFiles(path, path), str(tmp_path))
-    [sample, _] = local_task("mmlu_anatomy", ProblemFiles(path, path, 1), str(tmp_path)).run(
-        _requests(), None
-    )["samples"]["mmlu_anatomy"]
-    assert sample["arguments"][0][0].count("1+1?") == 2
-    with pytest.raises(UserError, match="IDLM-0487: .*antlr4") as caught:
-        local_task("minerva_math_algebra", ProblemFiles(path), str(tmp_path))
-    assert "task=math500" in caught.value.fix
 
 
 @needs_lm_eval

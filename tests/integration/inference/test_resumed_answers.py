@@ -70,13 +70,9 @@ def _retrained(directory: Path) -> Path:
     ("change", "words"),
     [
         (["sampling.temperature=0.5"], "sampling.temperature=0.5"),
-        (["sampling.top_k=3"], "sampling.top_k=3"),
         (["sampling.seed=1"], "the default of sampling.seed, and this run has sampling.seed=1"),
-        (["sampling.max_tokens=7"], "sampling.max_tokens=7"),
         (["decoder=isd", "mask_token_id=170"], "decoder='isd'"),
-        (["mask_token_id=170"], "mask_token_id=170"),
         (["dtype=float64"], "dtype='float64'"),
-        (["chat_template=none"], "chat_template='none'"),
         (["weights=fp8"], "weights='fp8'"),
         (["accelerators=[mage]", "accelerators.mage.k=9"], "accelerators={'mage': {'k': 9}}"),
     ],
@@ -130,9 +126,7 @@ def test_files_that_do_not_affect_answers_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "generation_config.json", "idlm_config.json", "adapter_config.json"),
-        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.txt"),
-        *("vocab.json", "spiece.model", "added_tokens.json", "special_tokens_map.json"),
+        *("config.json", "idlm_config.json", "tokenizer.json", "vocab.txt", "spiece.model"),
         *("chat_template.jinja", "additional_chat_templates/tool.jinja"),
     ],
 )
@@ -145,8 +139,7 @@ def test_every_file_that_affects_answers_counts(tmp_path: Path, name: str) -> No
     assert model_digest(str(model)) != before
 
 
-@pytest.mark.parametrize("is_given", [True, False])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize(("name", "is_given"), [("config.json", True), ("tokenizer.json", False)])
 def test_files_of_the_base_of_an_adapter_count_too(tmp_path: Path, name: str, is_given: bool) -> None:
     base, adapter = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "adapter"
     adapter.mkdir()
