@@ -8,7 +8,7 @@
         sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=512
     python recipes/smollm2_data.py kept answers.jsonl > kept.jsonl
 
-`headers` are chats that stop where the user's turn begins, so the model goes on as the user. `prompts` are
+`headers` are chats that stop where the user's turn begins, so the model continues as the user. `prompts` are
 the turns that ended, once each, and the questions of GSM8K; each gets `answers` rows with a seed of its own,
 in an order that mixes both. `kept` leaves out answers that a limit cut off, that failed, or that loop: some
 run of `LOOP_LENGTH` tokens occurs more than `LOOP_COUNT` times. Counts go to stderr. Seeds make the same
