@@ -42,15 +42,9 @@ from tests.contracts.accelerators.cases import (
     tokens,
     watch_lists,
     watch_logits,
-    write_toys,
 )
 from tests.contracts.engines import assert_idle, build_engine
 from tests.ranks import group_engine, group_of_threads
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_toys(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -159,27 +153,6 @@ def test_every_pass_sees_what_the_equations_say(
     )
 
 
-WAYS: list[dict[str, Any]] = [
-    {"max_num_batched_tokens": 9, "max_num_seqs": 3, "num_inflight_steps": 3},
-    {"fused_commit": False, "prefix_cache": False, "page_size": 16},
-    {"num_pages": 26, "page_size": 4},
-]
-
-
-@pytest.mark.sweep
-@pytest.mark.decides
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_answers_do_not_depend_on_the_batch(
-    toys: dict[str, Path], slow_answers: Any, name: str, way: dict[str, Any]
-) -> None:
-    engine = engine_of(toys, accelerators={name: THIN[name]}, **way)
-    found = engine.generate(PROMPTS, PARAMS)
-    assert [list(c.token_ids) for c in found] == [ids for ids, _, _ in slow_answers("block", name)]
-    assert (engine.scheduler.num_preemptions > 0) == ("num_pages" in way)
-    assert_idle(engine)
-
-
 @pytest.fixture(scope="module")
 def thin_answers(toys: dict[str, Path]) -> Any:
     """Tokens of each stack in passes of a few sequences, which two tests compare with others."""
@@ -192,41 +165,33 @@ def thin_answers(toys: dict[str, Path]) -> Any:
     return answers
 
 
-STATIC: list[dict[str, Any]] = [
-    {"graphs": "on", "num_inflight_steps": 3, "max_num_seqs": 5, "max_num_batched_tokens": 16},
-    {"graphs": "on", "num_pages": 30, "max_num_seqs": 4},
-]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
-def test_static_shapes_change_no_token_of_a_mixed_batch(
-    toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
-) -> None:
-    """Prompts, clean blocks and blocks at any step share passes."""
-    for way in STATIC:
-        engine = engine_of(toys, accelerators=thinly(stack), **way)
-        assert tokens(engine.generate(PROMPTS, PARAMS)) == thin_answers(stack)
-        assert_idle(engine)
-
-
 ABORTS = {3: 0, 7: 2, 20: 4}
 """Number of the request aborted, by number of steps."""
+WAYS: list[dict[str, Any]] = [
+    {"num_pages": 30, "max_num_seqs": 4, "max_num_batched_tokens": 16},
+    {
+        "graphs": "on",
+        "num_inflight_steps": 3,
+        "max_num_seqs": 5,
+        "fused_commit": False,
+        "prefix_cache": False,
+    },
+]
 
 
 def _fail(schedule: object) -> None:
     raise ValueError("lost")
 
 
-@pytest.mark.sweep_but("mage")
+@pytest.mark.sweep_but("eager-mage")
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
+@pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
-    toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
+    toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...], way: dict[str, Any]
 ) -> None:
+    """Prompts, clean blocks and blocks at any step share passes; requests are aborted, preempted and fail."""
     expected = thin_answers(stack)
-    engine = engine_of(
-        toys, accelerators=thinly(stack), num_pages=30, max_num_seqs=4, max_num_batched_tokens=16
-    )
+    engine = engine_of(toys, accelerators=thinly(stack), **way)
     done: dict[str, Completion] = {}
     for round_ in range(2):
         for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -244,7 +209,7 @@ def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
             done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
         assert_idle(engine)
     assert len(done) >= len(PROMPTS)
-    assert engine.scheduler.num_preemptions
+    assert (engine.scheduler.num_preemptions > 0) == ("num_pages" in way)
     for request_id, completion in done.items():
         assert completion.token_ids == expected[int(request_id.split("-")[1])]
 
@@ -303,13 +268,6 @@ def test_both_sides_at_once(toys: dict[str, Path], rows: str) -> None:
     assert num_dropped > 100
 
 
-def test_exact_goes_with_graphs(toys: dict[str, Path], plain_answers: Any) -> None:
-    engine = engine_of(toys, accelerators="exact", graphs="on")
-    assert engine.settings.graphs == "on"
-    found = engine.generate(PROMPTS[:3], PARAMS[:3])
-    assert tokens(found) == plain_answers("block", range(3), range(3), {})
-
-
 def test_a_lane_used_again_has_no_state(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of one length on one lane, the first aborted in its block: its sets must not be used."""
 
@@ -347,20 +305,3 @@ def test_bounds_are_those_of_stored_keys(toys: dict[str, Path], slow_answers: An
             bounds = quest.bounds[layer - 2]  # type: ignore[union-attr]
             assert torch.equal(bounds.min_CKH[pages], keys_PFKH.amin(1))
             assert torch.equal(bounds.largest_CKH[pages], keys_PFKH.amax(1))
-
-
-@pytest.mark.sweep
-def test_bounds_stay_with_shared_pages(toys: dict[str, Path]) -> None:
-    prompt = PROMPTS[4]
-    prompts = [prompt, [*prompt[:26], 3, 1], [*prompt[:33], 5], prompt[:40]]
-    settings: dict[str, Any] = {
-        "page_size": 16,
-        "max_num_seqs": 1,
-        "accelerators": {"quest": {"k": 8, "page": 8}},
-    }
-    cached = engine_of(toys, **settings)
-    found = cached.generate(prompts, PARAMS[:4])
-    assert found[1].num_cached_tokens == 16
-    assert found[2].num_cached_tokens == 32
-    plain = engine_of(toys, **settings, prefix_cache=False)
-    assert tokens(found) == tokens(plain.generate(prompts, PARAMS[:4]))

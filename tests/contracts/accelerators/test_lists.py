@@ -22,20 +22,13 @@ from tests.contracts.accelerators.cases import (
     THIN,
     engine_of,
     tokens,
-    write_toys,
 )
 from tests.contracts.engines import assert_idle, clear_answers, greedy
 
 
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_toys(tmp_path_factory)
-
-
 @pytest.mark.sweep
 @pytest.mark.decides
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("name", sorted(THIN))
+@pytest.mark.parametrize(("name", "graphs"), [("quest", "off"), ("quest", "on"), ("mage", "on")])
 def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
     toys: dict[str, Path], name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,8 +83,7 @@ def test_quest_scores_no_page_behind_the_table(
     assert len(done.token_ids) == SIZE and {0, 9 * SIZE} <= set(scored)
 
 
-@pytest.mark.sweep_but("mage")
-@pytest.mark.parametrize("name", sorted(THIN))
+@pytest.mark.parametrize("name", ["mage"])
 def test_a_pass_has_two_plans_and_attends_once_a_layer(
     toys: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
