@@ -18,7 +18,7 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.kernels import backend as library
 from idlm.kernels.backend import library_linear
-from tests.contracts.block.test_block_decoder import write_block_toy
+from tests.contracts.block.blocks import write_block_toy
 from tests.contracts.engines import (
     MASK_ID,
     assert_idle,

@@ -23,7 +23,7 @@ from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.stride_controller import StepLoad
 from idlm.infer.state.batch import BlockLimits, PassRows
-from tests.contracts.block.test_block_decoder import write_block_toy
+from tests.contracts.block.blocks import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
     PER_ROW,

@@ -28,7 +28,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"num_pages": 12, "page_size": BLOCK},
     "pages that split blocks": {"page_size": 6, "prefix_cache": False},
     "commit alone": {"fused_commit": False},
-    "mage": {"accelerators": EXACT_MAGE},
     "mage, static": {"accelerators": EXACT_MAGE, "graphs": "on"},
 }
 

@@ -1,7 +1,5 @@
-"""Block diffusion under load: 64 requests at steps of their own are as 64 alone; none of hundreds that come,
-go and are thrown out leaves anything behind.
-
-All of them: python -m pytest tests/contracts/block/test_block_soak.py -m sweep
+"""Block diffusion under load: requests at steps of their own are as alone; none of many that come, go and are
+thrown out leaves anything behind.
 """
 
 from __future__ import annotations
@@ -16,26 +14,16 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import lane_of
-from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import MASK_ID, answers_and_margins, assert_idle, build_engine, prompts_of
 from tests.contracts.test_scheduler_soak import ROOMY, TINY, Arrival, _Soak
 from tests.prefix_simulation import check_pages
 
 SIZE = 4
-LONGEST = 60
 STEPS = (None, 1, 2, 3)
 WAYS: list[dict[str, Any]] = [
-    {"mode": "quality"},
     {"mode": "quality", "num_inflight_steps": 3, "graphs": "on"},
     {"strategy": "entropy_bounded", "sub_block_size": 2, "prefix_cache": False, "num_inflight_steps": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    return {
-        shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted) for shifted in (False, True)
-    }
 
 
 class BlockSoak(_Soak):
@@ -109,11 +97,14 @@ def soak(toy: Path, count: int, options: dict[str, Any]) -> None:
             assert survivor.finish_reason == undisturbed.finish_reason
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("number", range(len(WAYS)))
-def test_hundreds_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: bool, number: int) -> None:
-    soak(toys[shifted], 100, WAYS[number])
+@pytest.mark.sweep_but(1)
+@pytest.mark.parametrize(
+    ("shifted", "count", "options"), [(False, 30, WAYS[0]), (True, 60, WAYS[0]), (False, 60, WAYS[1])]
+)
+def test_many_with_aborts_leak_nothing(
+    toys: dict[bool, Path], shifted: bool, count: int, options: dict[str, Any]
+) -> None:
+    soak(toys[shifted], count, options)
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]:
@@ -130,10 +121,7 @@ def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("shifted", "graphs"), [(False, "on"), (True, "off")])
-def test_64_requests_at_steps_of_their_own_are_as_one_by_one(
-    toys: dict[bool, Path], shifted: bool, graphs: str
-) -> None:
+def test_requests_at_steps_of_their_own_are_as_one_by_one(toys: dict[bool, Path]) -> None:
     """Prompts of every length from one token on, answers of up to four blocks."""
     arrivals = [
         dataclasses.replace(
@@ -141,15 +129,15 @@ def test_64_requests_at_steps_of_their_own_are_as_one_by_one(
             prompt=prompts_of([1 + number % 33], seed=number)[0],
             params=dataclasses.replace(one.params, max_tokens=6 + number % 7, stop_token_ids=()),
         )
-        for number, one in enumerate(arrivals_of(64, seed=5, edits=True))
+        for number, one in enumerate(arrivals_of(36, seed=5, edits=True))
     ]
     options = {"mode": "speed", "max_edit_passes": 3, "max_length": 96, "max_num_seqs": 64}
-    engine = build_engine(toys[shifted], "block", **options, graphs=graphs, num_inflight_steps=2)
+    engine = build_engine(toys[True], "block", **options, graphs="on", num_inflight_steps=2)
     together = drive(engine, arrivals)
     assert_idle(engine)
-    alone = build_engine(toys[shifted], "block", **options, prefix_cache=False)
+    alone = build_engine(toys[True], "block", **options, prefix_cache=False)
     _, is_clear = answers_and_margins(alone, [a.prompt for a in arrivals], [a.params for a in arrivals])
-    assert sum(is_clear) > 55, "too few answers are free of near ties"
+    assert sum(is_clear) > 30, "too few answers are free of near ties"
     for arrival, clear in zip(arrivals, is_clear, strict=True):
         [found] = alone.generate([arrival.prompt], arrival.params)
         assert together[arrival.request_id] == found.token_ids or not clear, arrival

@@ -24,7 +24,6 @@ from tests.numerics.test_family_parity import BLOCK, MASK, Logits, SlowReference
 DELETE, SPLIT = EDIT_IDS = (91, 92)
 MODES: dict[str, dict[str, Any]] = {
     "edits": {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.2},
-    "few edits": {"strategy": "low_confidence_dynamic", "threshold": 0.6, "edit_threshold": 0.4},
     "no edits of tokens": {"strategy": "low_confidence_static", "steps": 3},
     "sequential": {"strategy": "sequential", "max_edit_passes": 2},
     "one late pass": {"strategy": "low_confidence_dynamic", "edit_threshold": 0.2, "max_edit_passes": 1},
@@ -70,12 +69,12 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
         prompts.append(prompt)
         expected.append(answer)
         params.append(SamplingParams(max_tokens=MAX, ignore_eos=True, **sampling))
-        if len(prompts) == 6:
+        if len(prompts) == 4:
             break
-    assert len(prompts) == 6 and min(slow.num_deleted, slow.num_split) > 0
+    assert len(prompts) == 4 and min(slow.num_deleted, slow.num_split) > 0
     assert slow.num_last > 0 or mode != "one late pass"
     assert not {DELETE, SPLIT, MASK} & {token for answer in expected for token in answer}
-    for way in ENGINES:
+    for way in ENGINES[:: 1 if mode == "edits" else 2]:
         engine = build_engine(directory, "block", **options, **way)
         found = [list(answer.token_ids) for answer in engine.generate(prompts, params)]
         assert found == expected, way
@@ -84,7 +83,7 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
     assert list(alone.token_ids) == expected[0]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(20))
 def test_blocks_are_rebuilt_as_lists_are(seed: int) -> None:
     rng, size = random.Random(seed), 7
     resizing = Resizing.empty(EDIT_IDS, 3, num_lanes=4, size=size, device=torch.device("cpu"))

@@ -14,7 +14,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
-from tests.contracts.block.test_block_decoder import LENGTHS, PROMPTS, params_of, write_block_toy
+from tests.contracts.block.blocks import LENGTHS, PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import (
     MASK_ID,
     assert_idle,

@@ -13,7 +13,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from tests.contracts.block.test_block_decoder import write_block_toy
+from tests.contracts.block.blocks import write_block_toy
 from tests.contracts.engines import CYCLE, prompts_of, write_foreseeing_toy
 
 PROMPTS = prompts_of([1 + 5 * k % 60 for k in range(40)], vocab_size=CYCLE)
