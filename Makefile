@@ -14,7 +14,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -qq --no-compile
 KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-# Idle OpenMP threads must not spin beside a busy neighbour; nothing here needs the network once installed; and a
+# Idle OpenMP threads must not spin while a neighbour works; nothing here needs the network once installed; and a
 # folder of the working directory must never shadow a library (transformers imports a package called `kernels`).
 export OMP_WAIT_POLICY := passive
 export PYTHONSAFEPATH := 1
@@ -93,7 +93,7 @@ $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@$(PIP) $(call cpu_index) -e '.[dev]'
 	@touch $(VENV)/.demo-$(KEY) $@
 
-# The older transformers, in which tests load exports, lies beside the packages.
+# The older transformers, in which tests load exports, lies next to the packages.
 $(VENV)/.sweep-$(KEY): | $(VENV)/.test-$(KEY)
 	@$(PIP) $(call cpu_index) -e '.[sweep]'
 	@$(PIP) --upgrade --target $(IDLM_TRANSFORMERS4) --no-deps 'transformers==4.57.*' 'huggingface_hub<1' 'tokenizers==0.22.*'

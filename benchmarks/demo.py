@@ -78,7 +78,7 @@ def demo(arguments: list[str]) -> int:
     print(table(results))
     differing = [arm.label for arm, result in results if parity(arm, result, results) is False]
     print(f"\ngreedy ISD equals greedy AR, token for token: {'yes' if not differing else f'NOT {differing}'}")
-    print(f"report: {output}/report.md (plots and sample generations beside it)")
+    print(f"report: {output}/report.md (with plots and sample generations)")
     print(f"try it: .venv/bin/idlm-generate model={output} sampling.temperature=0 -p '{samples[0].prompt}'")
     if options["record"] == "true":
         record(options, results, convert_seconds)

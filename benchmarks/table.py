@@ -57,7 +57,7 @@ def main(
 def section(name: str, results: Path) -> str:
     """The Markdown of one bench, or of one of its metrics: a table per machine and command, newest rows.
 
-    Empty without rows. With `:caption` behind the metric, the lines under the tables alone.
+    Empty without rows. With `:caption` after the metric, the lines under the tables alone.
     """
     bench, _, rest = name.partition(":")
     metric, _, part = rest.partition(":")

@@ -35,7 +35,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: from the clone, or the packages of the extra beside a wheel, since
+    """The command that installs an extra: from the clone, or the packages of the extra for a wheel, since
     idlm is on no package index."""
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}[{extra}]'"

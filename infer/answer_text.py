@@ -1,7 +1,7 @@
 """The text of a growing answer, which ends before its first stop string.
 
-Stop strings may name tokens that the text does not show, such as `<|im_end|>`, alone or beside text. They do
-not act within the reasoning that begins an answer, nor in the line breaks behind it, so that a stop string of
+Stop strings may name tokens that the text does not show, such as `<|im_end|>`, alone or within text. They do
+not act within the reasoning that begins an answer, nor in the line breaks after it, so that a stop string of
 line breaks leaves the answer; but one with `</think>` may end the answer there.
 """
 
@@ -48,7 +48,7 @@ class AnswerText:
         """Where marks are in the marked text."""
         self._held = ""
         self._num_released = 0
-        """Characters behind the reasoning."""
+        """Characters after the reasoning."""
         self._released: list[str] = []
         self._num_taken = 0
         """Parts of the released text that were taken."""
@@ -119,7 +119,7 @@ class AnswerText:
             return ""
         released = ""
         if self._reasoning is not None:
-            # No reasoning begins behind such a token.
+            # No reasoning begins after such a token.
             before, text = self._split("", is_last=True)
             released = before + self._search(text, text, is_last=False)
         self._mark_positions.append(self._marked.length)

@@ -150,7 +150,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         return parts
     from idlm.infer.runtime.graphs.warm_up import warm_up
 
-    return dataclasses.replace(parts, ahead=warm_up(parts, shards=shards, assemble=_assemble))
+    return dataclasses.replace(parts, warm_up=warm_up(parts, shards=shards, assemble=_assemble))
 
 
 def _assemble(
@@ -473,11 +473,11 @@ def _resolve_graphs(
             f"graphs=on captures kernels that never wait for the host; attention={attention} would wait",
             fix="give attention=triton, or graphs=off",
         )
-    ahead = settings.num_inflight_steps
-    if ahead is None:
+    num_inflight = settings.num_inflight_steps
+    if num_inflight is None:
         # With `reuse` only the results of a pass show how many rows the next one needs.
-        ahead = 4 if is_cuda and graphs == "on" and policy.reuse is None else 0
-    return dataclasses.replace(settings, graphs=graphs, num_inflight_steps=ahead)
+        num_inflight = 4 if is_cuda and graphs == "on" and policy.reuse is None else 0
+    return dataclasses.replace(settings, graphs=graphs, num_inflight_steps=num_inflight)
 
 
 def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep | StaticStep:

@@ -117,13 +117,13 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Counters since the engine was loaded, and what its warm-up took."""
-        step, ahead = self._parts.step, self._parts.ahead
+        step, warm_up = self._parts.step, self._parts.warm_up
         in_traffic = step.num_captured_in_traffic if isinstance(step, StaticStep) else 0
         return {
-            "graphs_captured_ahead": ahead.num_graphs,
+            "graphs_captured_ahead": warm_up.num_graphs,
             "graphs_captured_in_traffic": in_traffic,
-            "warm_up_seconds": ahead.seconds,
-            "warm_up_bytes": ahead.num_bytes,
+            "warm_up_seconds": warm_up.seconds,
+            "warm_up_bytes": warm_up.num_bytes,
             "preemptions": self.scheduler.num_preemptions,
         }
 
@@ -322,7 +322,7 @@ class Engine:
         oom_message = None
         try:
             is_launched = self._launch()
-            self._collect(max_inflight=self._num_ahead() if is_launched else 0)
+            self._collect(max_inflight=self._max_inflight() if is_launched else 0)
         except BaseException as error:
             self._inflight.clear()
             self.scheduler.requeue_all()
@@ -336,7 +336,7 @@ class Engine:
             self._num_consecutive_oom = 0
             self.scheduler.restore_budget()
 
-    def _num_ahead(self) -> int:
+    def _max_inflight(self) -> int:
         """Steps under way when results are read. One before a step of queued kernels: CUDA holds 1,024
         launches, and a host that waits to add to them reads no results meanwhile."""
         maximum = self.settings.num_inflight_steps or 0

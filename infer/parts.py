@@ -56,7 +56,7 @@ class EngineParts:
     stack: AcceleratorStack | None
     step: Callable[[Schedule], StepResult]
     grammars: Callable[[], GrammarCompiler]
-    ahead: WarmUp = WarmUp()
+    warm_up: WarmUp = WarmUp()
 
     @property
     def is_lossy(self) -> bool:

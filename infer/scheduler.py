@@ -30,7 +30,7 @@ class Scheduler:
     A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most for
     each of its canvases, which emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further
     rows of all sequences together; `halve_budget` lowers it for a while; within it `costs` decide how many
-    rows a pass has (`prompt_rows`; None: as many as wait), and beside sequences that decode it takes at most
+    rows a pass has (`prompt_rows`; None: as many as wait), and with decoding sequences it takes at most
     `max_slowdown` times as long as those. `decodes_again`: see `Accelerator`. Passes may be scheduled before
     the results of earlier ones are known: then every sequence counts as long as it can be by then, and none
     is preempted. `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have

@@ -58,7 +58,7 @@ class DynamoConfig(EngineSettings):
 
 
 class Backend:
-    """The engine process behind Dynamo's calls; nothing here needs Dynamo."""
+    """The engine process that serves Dynamo's calls; nothing here needs Dynamo."""
 
     def __init__(self, config: DynamoConfig, arguments: EngineArguments) -> None:
         self.config = config

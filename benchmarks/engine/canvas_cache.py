@@ -103,7 +103,7 @@ def _add(
 
 def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:
     """Seconds of the passes between refreshes, and of refreshes, over all rounds. Passes of an engine with a
-    cache are not launched ahead.
+    cache are not launched in advance.
     """
     passes, reuse = measured.load.passes, measured.reuse
     assert reuse is not None
@@ -230,7 +230,7 @@ class CanvasEngine:
         into.num_replayed += int(self._decisions.num_replayed)
 
     def run(self) -> list[float]:
-        """Decide the blocks of a round; returns the seconds of every pass. Where passes are launched ahead of
+        """Decide the blocks of a round; returns the seconds of every pass. Where passes are launched before
         their results, only the sum means something.
         """
         engine, load = self.engine, self.load

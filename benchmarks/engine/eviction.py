@@ -47,9 +47,9 @@ TOKENS_A_PASS = 4
 """Room for tokens: more than a pass decides on average."""
 SMALL_BATCH, SMALL_FACTOR = 32, 2
 RESERVED_BYTES = 9 << 30
-"""For graphs, logits and workspaces beside weights and KV."""
+"""For graphs, logits and workspaces; weights and KV come on top."""
 MAX_LOST = 0.05
-"""Share of passes in which sequences may store a block or wait, beside those of the trace."""
+"""Share of passes in which sequences may store a block or wait, in addition to those of the trace."""
 GATE_CONTEXT = 448
 
 
@@ -80,7 +80,7 @@ class Bench(models.Bench):
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
 
     def batches(self) -> list[int]:
-        """The batches whose KV fits beside graphs and workspaces; `max` is the largest."""
+        """The batches whose KV fits with graphs and workspaces; `max` is the largest."""
         found = []
         for text in self.options["batch"].split(","):
             if text == "max":
@@ -193,11 +193,11 @@ def _add_window(bench: Bench, arm: EvictionArm, found: Window) -> None:
         bench.add(case, "waiting_share", found.waiting_share, "share")
         bench.add(case, "padding_share", found.padding_share, "share")
     bench.add(case, "graphs_captured", found.num_captured, "graphs")
-    if found.ahead.num_graphs:
-        bench.add(case, "graphs_captured_ahead", found.ahead.num_graphs, "graphs")
+    if found.warm_up.num_graphs:
+        bench.add(case, "graphs_captured_ahead", found.warm_up.num_graphs, "graphs")
         bench.add(case, "graphs_captured_settling", found.num_settling, "graphs")
-        bench.add(case, "warm_up_seconds", found.ahead.seconds, "s")
-        bench.add(case, "warm_up_memory", found.ahead.num_bytes / 1e9, "GB")
+        bench.add(case, "warm_up_seconds", found.warm_up.seconds, "s")
+        bench.add(case, "warm_up_memory", found.warm_up.num_bytes / 1e9, "GB")
 
 
 def mage(bench: Bench) -> None:

@@ -129,7 +129,7 @@ it), so that the window begins there.
 FEW_SEQUENCES = 16
 """With so few, the room of the head varies as well: full blocks settle as long."""
 WARM_SETTLING_TOKENS = 192
-"""The same with graphs captured ahead, which hold the first passes with little padding."""
+"""The same with graphs captured in advance, which hold the first passes with little padding."""
 MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
@@ -141,7 +141,7 @@ GATE_LIMIT = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionArm(BlockArm):
-    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it, whose
+    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: with MAGE, whose
     first `exact_layers` layers see all.
     """
 
@@ -185,7 +185,7 @@ class Window:
     num_pairs: int = 0
     num_waits: int = 0
     num_captured: int = 0
-    ahead: WarmUp = WarmUp()
+    warm_up: WarmUp = WarmUp()
     num_settling: int = 0
     requested: PassRows = PassRows(fed=0, kept=0, head=0)
     computed: PassRows = PassRows(fed=0, kept=0, head=0)
@@ -237,7 +237,7 @@ class SteadyTrace(SteadyBlocks):
 
     @property
     def warm_up_tokens(self) -> int:
-        """The first block, of which a part is fixed, and the tokens behind it that choose the shapes."""
+        """The first block, of which a part is fixed, and the tokens after it that choose the shapes."""
         return WARM_UP_BLOCKS * self.arm.stride + self._num_settling
 
     @contextlib.contextmanager
@@ -273,7 +273,7 @@ class SteadyTrace(SteadyBlocks):
             before, counts = self._positions(), row_counts_of(self.engine)
             captured = self.num_captured()
             found.num_settling = captured + self._num_missed
-            found.ahead = self.engine._parts.ahead
+            found.warm_up = self.engine._parts.warm_up
             for _ in range(rounds):
                 seconds, _, passes = self.timed(lambda: self.run_passes(num_passes))
                 found.seconds.append(seconds)

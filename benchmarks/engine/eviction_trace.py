@@ -2,7 +2,7 @@
 
 No model recorded the trace. A block is a line of tokens that become decodable from left to right, a few at a
 time: before each pass one mask becomes decodable, one more with probability `MORE`, and so on; with
-probability `AHEAD` it is not the leftmost one but one a few places to the right. A pass decides all that are
+probability `JUMP` it is not the leftmost one but one a few places to the right. A pass decides all that are
 decodable. So blocks of 32 take 15.0 +- 0.5 rows for each token without eviction, and 3.25 +- 0.1 with it,
 unfrozen commits included (ShareGPT in table 5 of FOCUS: 15.02 and 3.12). A decodable mask's delta is `SIGNAL`
 higher than that of others; the leftmost mask's is `LEAD` higher, the next one's `FALL` times that, and so on,
@@ -12,7 +12,7 @@ what they leave out is not decided: it stays decodable, and is decided later.
 Rows follow from the rules of FOCUS, applied to the deltas by tests/focus_reference.py. The least time of a
 pass: linears take their products at the rate of a large product, or the stream of their weights, whichever is
 longer, in three parts with rows of their own (layer 0 and the queries, keys and values of layer 1; the layers
-behind; the head); attention takes its products or the stream of keys and values.
+after it; the head); attention takes its products or the stream of keys and values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.focus_reference import BlockState, FocusRules, Selection, fed_positio
 
 FULL, FOCUS = "full", "focus"
 SEED, NUM_BLOCKS = 17, 192
-MORE, AHEAD, REACH = 0.555, 0.04, 3
+MORE, JUMP, REACH = 0.555, 0.04, 3
 SIGNAL, LEAD, FALL = 10.0, 20.0, 0.75
 ALPHA = 1.5
 
@@ -140,7 +140,7 @@ def _drawn(number: int, size: int, *, evicts: bool) -> BlockTrace:
             count += 1
         for _ in range(count):
             left = [mask for mask in masks if mask not in decodable]
-            index = rng.randrange(1, REACH + 1) if rng.random() < AHEAD else 0
+            index = rng.randrange(1, REACH + 1) if rng.random() < JUMP else 0
             if left:
                 decodable.add(left[min(index, len(left) - 1)])
         deltas = {}

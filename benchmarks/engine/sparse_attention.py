@@ -165,7 +165,7 @@ def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
 NO_SPLITS = 1 << 20
 """Blocks of slots below which a walk is not split: none is."""
 RESERVED_BYTES = 7 << 30
-"""For graphs, logits, and what accelerators take beside KV, when the largest batch is sought."""
+"""For graphs, logits, and what accelerators take in addition to KV, when the largest batch is sought."""
 SLACK = 1024
 """Slots of a sequence for tokens of passes in progress."""
 GATE_PASSES = 2
@@ -255,7 +255,7 @@ def tpob_ms(measured: BlockMeasured) -> float:
 
 
 def largest_batch(model: LoadedModel, context: int, num_tokens: int) -> int:
-    """Sequences whose KV fits beside graphs and buffers."""
+    """Sequences whose KV fits with graphs and buffers."""
     if model.device.type != "cuda":
         return 2
     free = int(free_bytes(model)) - RESERVED_BYTES

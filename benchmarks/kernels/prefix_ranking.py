@@ -1,11 +1,11 @@
-"""The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
+"""The ranking of prefixes after a pass on a GPU: against the time of reading the keys once.
 
     python -m benchmarks.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
                                         [rounds=7] [record=true] [results=DIR]
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
-reading their keys. `rank_rested_ms` is the same with a rest ahead of each replay, as a block ranks in one of
+reading their keys. `rank_rested_ms` is the same with a rest before each replay, as a block ranks in one of
 its passes: a load longer than that of the floor may lower the clock. `rank_idle_share` is what the same
 launches take when no sequence ranks, as a share of the shortest possible step (reading the weights). First
 shares and lists of some layers and KV heads must equal those computed from the same keys by plain products.

@@ -30,7 +30,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 SHORTEST, LONGEST = 300, 2000
 CHECKED_LENGTH = 768
 FLUSHED_BYTES = 1 << 33
-"""More than the L2 cache, and 2 ms in which the host runs ahead of the device, as it does in training."""
+"""More than the L2 cache, and 2 ms by which the host is ahead of the device, as it does in training."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 DEFAULTS = defaults("length=4096 rounds=7 record=false strides=2,3,4,8 packed=false,true")
 

@@ -1,4 +1,4 @@
-"""What `idlm-eval` costs beside its engine, by task and concurrency.
+"""What `idlm-eval` costs on top of its engine, by task and concurrency.
 
     python -m benchmarks.eval model=PATH task=gsm8k data=gsm8k_test.jsonl [concurrency=64] [record=true]
 

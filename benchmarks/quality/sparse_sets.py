@@ -49,7 +49,7 @@ class Probe:
         self._before = [(k, v) for _, k, v in self._run(list(ids))[1]]
 
     def look(self, block: Sequence[int]) -> tuple[Tensor, list[Looks]]:
-        """Logits [W, V] of a pass over a block behind the context, and what each layer's rows look with."""
+        """Logits [W, V] of a pass over a block after the context, and what each layer's rows look with."""
         hidden_WD, layers = self._run(list(block))
         looks = [
             Looks(q_WNH=q_WNH, k_PKH=before[0])
@@ -60,7 +60,7 @@ class Probe:
 
     @torch.no_grad()
     def _run(self, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-        """Hidden states [R, D] behind the last layer; queries, keys and values of every layer."""
+        """Hidden states [R, D] after the last layer; queries, keys and values of every layer."""
         core = self.model.model
         hidden_RD = core.embed_tokens(torch.tensor(ids, device=self.device))
         start = len(self._before[0][0]) if self._before else 0
@@ -177,7 +177,7 @@ def num_exact_passes(arm: str, num_passes: int) -> int:
 
 @torch.no_grad()
 def fidelity(probe: Probe, read: Sequence[Sequence[int]], *, k: int, exact_layers: int) -> Fidelity:
-    """Compare sets of `k` slots in the passes that read `read`, behind the context that `probe` has read."""
+    """Compare sets of `k` slots in the passes that read `read`, after the context that `probe` has read."""
     kept: dict[tuple[str, int], Tensor] = {}
     recalls: dict[tuple[str, int], list[float]] = {}
     covered: dict[tuple[str, int], list[float]] = {}

@@ -40,20 +40,20 @@ def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Options, and what was measured: output tokens per second of AR by concurrency, and result rows.
-    `beside`: the peer of the same run, in the case of our rows.
+    `peer`: that of the same run, in the case of our rows.
     """
 
     options: dict[str, str]
     path: Path
     report: Report
     ar_rates: dict[int, float] = field(default_factory=dict)
-    beside: dict[str, str] = field(default_factory=dict)
+    peer: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
         """Add a row, whose case has the model and the settings that were given."""
         case = {"model": self.options["model"], **case}
         if case.get("engine", "idlm") == "idlm":
-            case |= {**self.settings, **self.beside}
+            case |= {**self.settings, **self.peer}
         self.report.add(case, metric, value, unit, **more)
 
     @property
@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Further settings of the engines. Beside vLLM they store as many prompt rows a pass as it does."""
+        """Further settings of the engines: against vLLM as many prompt rows a pass as it has."""
         pairs = (part.split("=", 1) for part in self.options["settings"].split(",") if part)
         given = {name: int(value) if value.isdecimal() else value for name, value in pairs}
         rows = {"max_num_batched_tokens": PROMPT_ROWS // self.scale} if self.options["vllm"] else {}

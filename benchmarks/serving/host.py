@@ -5,9 +5,9 @@
 
 The stub feeds nothing and emits `stride` arbitrary tokens (AR: one) for every sequence that decodes; what it
 takes itself is left out. Reader `generate` is `Engine.generate`; `stream` takes events with text. Time is CPU
-time of this process, the least of all rounds, in us and in turns of a loop of plain Python that runs beside
-it (`loops_per_sequence_step`), which other machines can be compared by. Calls are those of Python functions:
-they do not depend on the machine.
+time of this process, the least of all rounds, in us and in turns of a loop of plain Python that runs at the
+same time as it (`loops_per_sequence_step`), which other machines can be compared by. Calls are those of
+Python functions: they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULTS = defaults(
     "decoders=ar,isd sequences=64,256 readers=generate,stream stride=4 passes=256 rounds=3 record=true"
 )
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
-PROMPT_TOKENS, NUM_AHEAD = 20, 4
+PROMPT_TOKENS, NUM_INFLIGHT = 20, 4
 LOOP_TURNS = 200_000
 
 
@@ -84,7 +84,7 @@ def stub_engine(decoder: str, *, num_sequences: int, max_length: int, stride: in
         max_num_seqs=num_sequences,
         max_length=max_length,
         page_size=parts_builder.PAGE_SIZE,
-        num_inflight_steps=NUM_AHEAD,
+        num_inflight_steps=NUM_INFLIGHT,
         graphs="on",
         warmup="off",
     )

@@ -34,7 +34,7 @@ import torch
 from benchmarks.engine.decoding.replay import Replay, replaying, trace_of
 from benchmarks.engine.tensor_parallel import write_checkpoint
 from benchmarks.serving.bench import MAX_LENGTH, Bench, output_rate
-from benchmarks.serving.beside_vllm import Peer, compare, measure_vllm
+from benchmarks.serving.vllm_comparison import Peer, compare, measure_vllm
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
@@ -60,7 +60,7 @@ def measure(arguments: list[str]) -> int:
         if options["vllm"]:
             try:
                 peer = measure_vllm(bench)
-                bench.beside = {"beside": peer.engine}
+                bench.peer = {"beside": peer.engine}
             except UserError as error:
                 # The rest is measured without vLLM.
                 print(error, flush=True)
@@ -106,12 +106,12 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
     with replaying(replay):
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
-        ready_s, ahead = time.perf_counter() - start_time, engine.metrics()
+        ready_s, metrics = time.perf_counter() - start_time, engine.metrics()
         case = {"decoder": decoder, "warmup": options["warmup"]}
         bench.add(case, "ready_s", ready_s, "s")
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
-            bench.add(case, metric, ahead[metric], unit)
-        bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
+            bench.add(case, metric, metrics[metric], unit)
+        bench.add(case, "warm_up_bytes", metrics["warm_up_bytes"], "bytes")
         rates = _measure_engine(bench, decoder, engine, peer)
         if peer is not None:
             compare(bench, peer, decoder, engine, rates)
@@ -121,11 +121,11 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
 def _measure_engine(
     bench: Bench, decoder: str, engine: Engine, peer: Peer | None
 ) -> dict[tuple[str, int], float]:
-    """All loads. Returns output tokens per second by load and concurrency; beside vLLM of what it did too."""
+    """All loads. Returns output tokens per second by load and concurrency; with vLLM of its loads too."""
     start, rates = "cold", dict[tuple[str, int], float]()
     for number in bench.concurrency if "steady" in bench.parts else ():
-        beside = None if peer is None else peer.prefill[number]
-        rates["steady", number] = _steady(bench, decoder, engine, number, beside)
+        peer_prefill = None if peer is None else peer.prefill[number]
+        rates["steady", number] = _steady(bench, decoder, engine, number, peer_prefill)
         start = "warm"
     for number in bench.concurrency if "mixed" in bench.parts else ():
         if peer is None or number == max(bench.concurrency):
@@ -166,9 +166,9 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
     return rate
 
 
-def _steady(bench: Bench, decoder: str, engine: Engine, number: int, beside: float | None) -> float:
+def _steady(bench: Bench, decoder: str, engine: Engine, number: int, peer_prefill: float | None) -> float:
     """Rows of so many prompts at once. With few tokens: the shorter of two times, and that of half the first
-    tokens; with many more: output tokens per second, returned. `beside`: vLLM's time of the prompts."""
+    tokens; with many more: output tokens per second, returned. `peer_prefill`: vLLM's time of the prompts."""
     short, long = bench.steady_loads(number)
     turns = [run_on_engine(engine, load, streams=False) for load in (short, short, long)]
     first, second, whole = (max(each.end for each in records) - records[0].start for records in turns)
@@ -177,8 +177,8 @@ def _steady(bench: Bench, decoder: str, engine: Engine, number: int, beside: flo
     bench.add(case, "prefill_s", prefill, "s")
     ttft = aggregate(turns[second < first], short)["stats"]["ttft"]
     bench.add(case, "ttft_ms", 1e3 * ttft["p50"], "ms")
-    if beside is not None:
-        bench.add(case, "prefill_over_vllm", prefill / beside, "x")
+    if peer_prefill is not None:
+        bench.add(case, "prefill_over_vllm", prefill / peer_prefill, "x")
     rate = number * bench.steady_tokens / (whole - prefill)
     case = {"engine": "idlm", "decoder": decoder, "load": "steady", "concurrency": number}
     bench.add(case, "output_tokens_per_s", rate, "tokens/s")

@@ -5,7 +5,7 @@
 
 The load is a few requests many times over, so that a quiet run, one stream at a time to its end,
 gives the text of each; no choice in them is a near tie, which the rounding of a batch decides. It goes in
-rounds; behind each, when the server is idle, its engine's process and this one, which serves and sends, are
+rounds; after each, when the server is idle, its engine's process and this one, which serves and sends, are
 looked at. Rows: `requests` (the gate: every stream that was not left has the text of the quiet run, and
 nothing leaked), `leaked_pages`, `leaked_sockets`, `leaked_tasks` (since before the load), `memory_drift`
 (resident memory of both processes after the last round over that after the first).

@@ -87,7 +87,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """`overrides` of idlm-train beside the common ones; `rate` is the peak of its learning rate."""
+    """`overrides` of idlm-train added to the common ones; `rate` is the peak of its learning rate."""
 
     overrides: tuple[str, ...]
     cells: tuple[Cell, ...]

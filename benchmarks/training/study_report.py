@@ -51,7 +51,7 @@ class Measured:
             for seed, cell in cells.items()
         }
 
-    def seeds_beside(self, other: Measured) -> set[int]:
+    def common_seeds(self, other: Measured) -> set[int]:
         """Seeds in which both arms start from the same base."""
         both = self.cells.keys() & other.cells.keys()
         return {seed for seed in both if self.cells[seed]["base"] == other.cells[seed]["base"]}
@@ -108,7 +108,7 @@ class Measured:
         """
         by_seed = [
             [mine - theirs for mine, theirs in zip(self.marks[seed], other.marks[seed], strict=True)]
-            for seed in sorted(self.seeds_beside(other))
+            for seed in sorted(self.common_seeds(other))
         ]
         if len(by_seed) >= SEEDS_FOR_ERROR:
             means = [statistics.fmean(pairs) for pairs in by_seed]
@@ -153,7 +153,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def metrics(cell: Measured, control: Measured | None) -> list[tuple[str, float, str, float | None]]:
     """Metric, value, unit and baseline. `control`: AR continued, at the same temperature and chains."""
-    if control is not None and not control.seeds_beside(cell):
+    if control is not None and not control.common_seeds(cell):
         control = None
     found: list[tuple[str, float | None, str, float | None]] = [
         ("exact_match", cell.exact_match, "share", None if control is None else control.exact_match),

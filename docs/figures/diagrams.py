@@ -116,7 +116,7 @@ def layouts(theme: Theme) -> Figure:
     }
     notes = {
         "cold": "drop all drafts; draft anew",
-        "tree": "keep drafts from the\nrejected pass, masks beside",
+        "tree": "keep drafts from the\nrejected pass, and masks",
         "branch": "masks after every\npossible rejection",
     }
     for column, (name, pair) in enumerate(buffers.items()):

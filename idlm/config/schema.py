@@ -25,7 +25,7 @@ _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "
 
 def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence[str] = ()) -> Any:
     """Return a dataclass field with the help text that the command line shows; a list or dict default is
-    copied. In a path, `~` and `~user` mean a home. `reset_by`: fields beside it that, given without this one,
+    copied. In a path, `~` and `~user` mean a home. `reset_by`: sibling fields that, given without this one,
     put it back to its default: what a lower layer says was meant for other values of them."""
     metadata = {"help": text, "is_path": is_path, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):

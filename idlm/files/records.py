@@ -31,7 +31,7 @@ SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
 ANY_FILE = (("",),)
 """A group with every ending."""
 DATASET_CARD = "dataset_info"
-"""Beginning of the names of JSON files about a dataset, beside its records."""
+"""Beginning of the names of JSON files about a dataset, next to its records."""
 SAVED_DATASET = ("state.json", "dataset_dict.json")
 """One of these is in a folder that `datasets` has written by `save_to_disk`."""
 HIDDEN = re.compile(
@@ -123,7 +123,7 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
 
     `groups` are endings, as in SUFFIXES: of a folder, all files with an ending of the first group that any
     file has. Hidden and temporary files are left out, unless `path` itself names them; so is a compressed
-    file beside the same one that is not. The order is that of the names. Raises UserError IDLM-0209 where
+    file next to the same one that is not. The order is that of the names. Raises UserError IDLM-0209 where
     nothing is found, IDLM-0237 without permission."""
     fix = "name a file, a folder or a pattern in data.path"
     if path is None or not path.strip():
@@ -211,7 +211,7 @@ def _taken(files: Sequence[Path], group: Sequence[str]) -> list[Path]:
 
 
 def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[Path]:
-    """Leave out `a.jsonl.gz` beside `a.jsonl`, whose records it would repeat."""
+    """Leave out `a.jsonl.gz` next to `a.jsonl`, whose records it would repeat."""
     known = set(files)
     copies = {file for file in known if file.suffix in PACKINGS and file.with_suffix("") in known}
     left_out += [shown(file) for file in copies]

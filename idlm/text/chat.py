@@ -1,7 +1,7 @@
 """Conversations as training samples: their token ids, and which of them the assistant has to produce.
 
 The text of an assistant's turn has two parts: the prompt as inference renders it, and what the assistant has
-to produce behind it."""
+to produce after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from idlm.text.templates import (
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
 from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
 
-TRAILING = "turns behind the last trained answer are left out"
+TRAILING = "turns after the last trained answer are left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def conversation(
 
 
 def _ended_once(template: Template, messages: Sequence[Message], special: frozenset[int]) -> list[Message]:
-    """Return the messages, whose answers do not end in the token that the template puts behind them."""
+    """Return the messages, whose answers do not end in the token that the template appends."""
     tokenizer = template.tokenizer
     ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
     kept: list[Message] = list(messages)
@@ -235,8 +235,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Renders messages by the template that a tokenizer has for `tools`; `names` is what it sees besides.
-    `second_end`: the eos that it writes behind a conversation whose last turn has ended, which is left out.
+    """Renders messages by the template that a tokenizer has for `tools`; `names` are its other variables.
+    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out.
     """
 
     tokenizer: Any
@@ -361,7 +361,7 @@ class Template:
 
 @functools.lru_cache(maxsize=64)
 def _second_end(tokenizer: Any, text: str) -> str:
-    """Return the eos that a template, such as that of Phi-3, writes behind the end of the last turn, unless
+    """Return the eos that a template, such as that of Phi-3, writes after the end of the last turn, unless
     an answer is to follow; empty for one that does not."""
     eos = tokenizer.eos_token
     if not eos or ("eos_token" not in text and eos not in text):

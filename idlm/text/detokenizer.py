@@ -33,7 +33,7 @@ def _is_piecewise(tokenizer: Any) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def _known_texts(tokenizer: Any, keeps_hidden: bool) -> dict[int, tuple[str, str]]:
-    """Texts of ids, as far as they were needed: behind another token, and alone."""
+    """Texts of ids, as far as they were needed: after another token, and alone."""
     return {}
 
 

@@ -20,7 +20,7 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(?:format\s*=\s*)?(?:'([^']*)'|\"([^\"]*)\")\s*\)")
 _ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
 TEMPLATE_FOLDER = "additional_chat_templates"
-"""Where a tokenizer keeps templates beside its first one, as *.jinja."""
+"""Where a tokenizer stores templates other than its first one, as *.jinja."""
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
 _TAKEN_NAMES = frozenset(
@@ -53,7 +53,7 @@ def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> st
         "IDLM-0215",
         f"the tokenizer has the chat templates {', '.join(sorted(tokenizer.chat_template))} and none of the "
         f"name {DEFAULT!r}, so messages cannot be rendered",
-        fix="save the one to use as chat_template.jinja beside tokenizer_config.json, which makes it the "
+        fix="save the one to use as chat_template.jinja next to tokenizer_config.json, which makes it the "
         f"default, or give it the name {DEFAULT!r} where it is listed",
     )
 
@@ -97,7 +97,7 @@ def template_names(
     enable_thinking: bool | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what a template sees beside the messages, `enable_thinking` under the name that it has there.
+    """Return a template's variables besides the messages, `enable_thinking` under the name that it has there.
     UserError IDLM-0217 for names that are not free."""
     extra: dict[str, Any] = dict(template_kwargs or {})
     taken = sorted(extra.keys() & _TAKEN_NAMES)
@@ -173,7 +173,7 @@ def _dated(template: str, date: datetime.date) -> str:
 def unusable_files(directory: Path, names: Iterable[str]) -> list[str]:
     """Return the files of `names`, and the templates, that must not be read, each with the reason. The text
     of a template reaches prompts and answers, so one that links to a file outside of the folder would show
-    it. A cache of the hub keeps the files of its snapshots beside them: these are inside."""
+    it. A cache of the hub stores the files of its snapshots next to them: these are inside."""
     templates = [directory / name for name in TEMPLATE_FILES]
     templates += sorted(directory.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
     home = directory.resolve()

@@ -21,13 +21,13 @@ _EMPTY_BLOCK = re.compile(rf"(?:{OPEN}\s*)?{CLOSE}\s*")
 
 
 class Thought(NamedTuple):
-    """What an assistant's message thinks: the text between the tags, and white space behind the block."""
+    """The reasoning of an assistant's message: the text between the tags, and white space after the block."""
 
     text: str
     gap: str = "\n\n"
 
     def is_in(self, body: str, content: str) -> bool:
-        """Return whether a turn's text has the thought, besides what it says in `content`."""
+        """Return whether a turn's text has the thought, besides its `content`."""
         rest = content.rpartition(CLOSE)[2].strip()
         return Rendering(body.replace(rest, "", 1)).has(self.text)
 
@@ -38,7 +38,7 @@ class Thought(NamedTuple):
 
 class AnswerPart(NamedTuple):
     """Of an answer that may begin with reasoning. `kind`: open or close (a tag), thought, gap (line breaks
-    behind it) or answer."""
+    after it) or answer."""
 
     kind: str
     text: str
@@ -126,7 +126,7 @@ def is_closed(prefill: str) -> bool:
 
 
 def after_prefill(prefill: str, body: str, thought: Thought | None, *, is_shown: bool) -> str:
-    """Return what an assistant says behind a prompt that ends in `prefill` ("" for none). `body`: what the
+    """Return an assistant's text after a prompt that ends in `prefill` ("" for none). `body`: what the
     template writes for the turn; `is_shown`: whether the thought is in it. A thought that is missing comes
     first; a block that the prompt opens is closed where there is none."""
     space = "\n" if prefill != prefill.rstrip() else ""

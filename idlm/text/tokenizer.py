@@ -252,7 +252,7 @@ def _has_more_tokens(tokenizer: Any, text: str, maximum: int) -> bool:
 
 def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
     """Return the ids of a text that continues the text `after`: there, a tokenizer that begins each text with
-    a space (sentencepiece) adds none, except behind a special token."""
+    a space (sentencepiece) adds none, except after a special token."""
     if after and text and _adds_space(tokenizer):
         ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
         end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)
@@ -276,7 +276,7 @@ def added_prefix(tokenizer: Any) -> list[int]:
 
 
 def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text, with what the tokenizer puts in front, such as bos, and nothing behind."""
+    """Return the ids of each text with the tokenizer's prefix, such as bos, and no suffix."""
     prefix = added_prefix(tokenizer)
     return [prefix + ids for ids in _encode_each(tokenizer, texts)]
 

@@ -190,7 +190,7 @@ class Focus(RowsAccelerator):
             found.append(f"blocks of {size} place have no row to leave out (allowed: 2 and more)")
         if self.config.stability == "plain" and self.spec.semantics.logit_shift:
             found.append(
-                "stability=plain freezes rows that still predict the place behind them: this model's logits "
+                "stability=plain freezes rows that still predict the next position: this model's logits "
                 "are shifted (allowed: neighbour, off)"
             )
         if size is not None and self.spec.num_slots is not None and self.spec.num_slots < size:

@@ -121,7 +121,7 @@ class QuestPass(KVPass):
         )
         self._slots = PagedSlots(block_table_BP=view.block_table_BP, page_size=view.page_size)
         self._num_pages = -(-view.max_slots // config.page)
-        # The block of a sequence that is still prefilling begins behind the pages of this pass.
+        # The block of a sequence that is still prefilling begins after the pages of this pass.
         self._starts_B = torch.where(view.is_working_B, view.active.starts_B, 0)
         self._num_pages_B = (self._starts_B + config.page - 1) // config.page
         self._offset_F = torch.arange(config.page, dtype=torch.int32, device=device)

@@ -219,10 +219,10 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     # The mixed logits of two canvases are no product of the head, so such passes store them.
     shapes = [shape, fused_head(shape)] if has_fused(device) and num_canvases == 1 else [shape]
     sizes = Sizes(length=num_rows, wanted=num_rows, group=num_canvases)
-    beside = f"weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at any length"
+    others = f"weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at any length"
     plans = [describe_plan(plan_forward(trunk_forward(one), sizes, capacity=capacity)) for one in shapes]
     workspace = f"the workspace may have {capacity:,} bytes"
-    return "\n".join([*plans, f"beside the workspace: {beside}; {workspace}"])
+    return "\n".join([*plans, f"outside the workspace: {others}; {workspace}"])
 
 
 def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:

@@ -129,7 +129,7 @@ class FullDecoder(Decoder):
         check(config, self._order_name, self._kind, prefix="decoder_options.")
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
-        """Beside the options, the canvas: UserError IDLM-0470."""
+        """Check the canvas too: UserError IDLM-0470."""
         super().check(params, prompt_ids)
         check_canvas(
             self.configure(params.decoder_options),

@@ -143,7 +143,7 @@ def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "d
     for name, limit in (("threshold", threshold), ("factor", factor)):
         if limit is not None and config.steps is not None:
             warnings.warn(
-                f"{prefix}steps={config.steps} does nothing beside {prefix}{name}={limit}", stacklevel=4
+                f"{prefix}steps={config.steps} does nothing with {prefix}{name}={limit}", stacklevel=4
             )
 
 

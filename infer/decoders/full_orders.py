@@ -124,7 +124,7 @@ class MaskgitPlus(Order):
 
 @ORDERS.register("topk_margin")
 class TopkMargin(MaskgitPlus):
-    """Where the most likely token is furthest ahead of the second."""
+    """The largest margin of the most likely token over the second."""
 
     reads: ClassVar[Literal["token", "entropy", "row"]] = "row"
 

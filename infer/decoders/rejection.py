@@ -77,7 +77,7 @@ class Alternate(RejectionStrategy):
     TPF 1 + (P_1 + .. + P_{N-1}) / 2, for N rows."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """Fewer drafts than masks come from another mode; masks behind the last one fill the other rows."""
+        """Fewer drafts than masks come from another mode; masks after the last one fill the other rows."""
         num_drafts = _num_chained(draft_buffer, num_masks)
         return _one_group(num_drafts, num_masks - num_drafts)
 
@@ -91,7 +91,7 @@ def _num_chained(draft_buffer: DraftBuffer, maximum: int) -> int:
 
 
 def _one_group(num_drafts: int, num_masks: int) -> RowLayout:
-    """Masks behind the last draft alone; after a rejection there are no drafts."""
+    """Masks after the last draft alone; after a rejection there are no drafts."""
     return RowLayout(
         num_drafts=num_drafts,
         num_masks=num_masks,
@@ -103,12 +103,12 @@ def _one_group(num_drafts: int, num_masks: int) -> RowLayout:
 
 @STRATEGIES.register("tree")
 class Tree(RejectionStrategy):
-    """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in
+    """Draft from the rejected pass's own distributions, and masks. Never fewer tokens than `cold` in
     as many rows. After `a` of the m drafts from verification rows pass, the masks' distributions up to the
     new pending token are used up, so num_masks - a drafts remain for the next step."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """Masks hang on the last draft from masks, or on the pending token beside other drafts."""
+        """Masks hang on the last draft from masks, or on the pending token next to other drafts."""
         num_drafts = min(draft_buffer.num_drafts, num_masks)
         return (self._fill if draft_buffer.from_verify_rows else self._after_masks)(num_drafts, num_masks)
 
@@ -140,8 +140,8 @@ class Tree(RejectionStrategy):
 class Branch(RejectionStrategy):
     """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows.
 
-    With `num_groups` K, for 1 + (K + 1)(N - 1) rows: a rejection d places behind a group is followed by what
-    is left of that group, d drafts fewer, whose distributions saw d tokens less."""
+    With `num_groups` K, for 1 + (K + 1)(N - 1) rows: a rejection d positions after a group is followed by
+    what is left of that group, d drafts fewer, whose distributions saw d tokens less."""
 
     def __init__(self, num_groups: int | None = None) -> None:
         self._num_groups = num_groups
@@ -171,7 +171,7 @@ class Branch(RejectionStrategy):
 
     def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
         """Without cold passes. With some groups: over the numbers of drafts that passes have in the long run,
-        as if a draft were accepted as often behind a rejection as elsewhere."""
+        as if a draft were accepted as often after a rejection as elsewhere."""
         num_masks = len(acceptance_J)
         if self._num_groups is None or self._num_groups > num_masks:
             return tokens_per_forward_branch(acceptance_J)

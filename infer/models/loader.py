@@ -247,7 +247,7 @@ def _semantics(
         raise UserError(
             "IDLM-0605",
             f"{directory} does not say how it decodes: {family.unknown_semantics}",
-            fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
+            fix=f"add {SEMANTICS_FILE} next to config.json, for an I-DLM model "
             '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
             'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
             '"stop_token_ids": [151643, 151645]}; or pass semantics=Semantics(...)',

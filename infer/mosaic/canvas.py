@@ -47,7 +47,7 @@ def fused_head(shape: TrunkShape) -> TrunkShape:
 
 
 def library_bytes(shape: TrunkShape) -> int:
-    """Bytes that libraries allocate beside the workspace, at any length."""
+    """Bytes that libraries allocate outside the workspace, at any length."""
     # The output and, in fp32, a copy of the queries; the log-sum-exp of each head.
     attention = PIECE_ROWS * (2 * shape.q_bytes + 4 * shape.num_heads)
     return attention + PROPOSAL_BYTES

@@ -20,7 +20,7 @@ LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 """In order of preference. Torch's own arithmetic is not among them: it stores all scores."""
 CPU_BLOCK, CPU_LARGEST_STEP = 256, 768
 """On a CPU torch takes query rows in blocks of 256 from 768 rows on, else in smaller ones, and the bits of a
-row depend on the rows beside it in its block (measured)."""
+row depend on the other rows of its block (measured)."""
 
 
 def attend(q_mNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, out_mNH: Tensor, *, first: int) -> None:

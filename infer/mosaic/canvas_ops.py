@@ -1,7 +1,7 @@
 """The ops of a trunk's template as functions: each reads and writes the positions that the plan gives it. The
 head is the end of a planned pass (`CanvasRows`, `BestRows`).
 
-What is allocated beside them is bounded: attention runs on pieces of at most `PIECE_ROWS` query rows, and so
+What else is allocated is bounded: attention runs on pieces of at most `PIECE_ROWS` query rows, and so
 do the torch ops of a CPU. The arithmetic is that of `models/dense.py` and `models/moe.py`, so on a CPU bits
 are equal to theirs. Keys and values come from products of their own: a fused product would hold them twice.
 Shapes: R rows of the pass, m rows of a call, N query heads, K KV heads, H head dim, D width, E output width,

@@ -115,7 +115,7 @@ EXPLORATION_BUDGET = 0.002
 TESTING_BUDGET = 0.005
 """The same for testing drafts while the best mode has none: only tests show that acceptance changes."""
 MAX_EXPLORATION, MAX_DEBT = 0.006, 4.0
-"""What all of these trials may cost together, beside so many passes at once."""
+"""What all of these trials may cost together, if so many passes run at once."""
 FIRST_BUDGET, FIRST_DOUBT = 0.06, 0.03
 """The same for all modes together that a warm-up has measured and traffic has not, if they look as fast as
 the best; by e times less for every such share by which they look slower."""
@@ -169,8 +169,8 @@ class StepLoad:
 class _Timing:
     """Times of one mode at one size, over those of the warm-up if there are any. The first is dropped if it
     may include compiling or capturing; the shortest of the others counts, because disturbances only make a
-    step longer. `correction`: what the mode takes beside the warm-up's time more than the first mode at this
-    size does."""
+    step longer. `correction`: what the mode takes on top of the warm-up's time more than the first mode at
+    this size does."""
 
     num_seen: int = 0
     last_chosen: int = 0

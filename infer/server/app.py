@@ -33,7 +33,7 @@ MAX_WARNING = 1000
 
 
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
-    """The whole application: the routes behind the guard, for pages of allowed origins too."""
+    """The whole application: the routes and the guard, for pages of allowed origins too."""
     config = service.config
     guarded = Guard(routes(service), config, api_key=api_key, observe=service.metrics.responded)
     # Outside of the guard: a browser's preflight request has no key, and refusals are readable.

@@ -44,7 +44,7 @@ class ServeConfig(EngineSettings):
         None,
     )
     allowed_hosts: list[str] | None = option(
-        "names by which clients may call the server, beside addresses and localhost; '*' is all; null is "
+        "names by which clients may call the server, besides addresses and localhost; '*' is all; null is "
         "none, or all if there is an API key",
         None,
     )

@@ -46,7 +46,7 @@ LONG_CHARS = 1 << 14
 
 
 class Service:
-    """One model behind HTTP. `tokenizer` is None for a checkpoint without one, and until it is ready."""
+    """One model, served over HTTP. `tokenizer` is None until it is ready, and where there is none."""
 
     def __init__(self, config: ServeConfig, client: EngineClient, metrics: Metrics, model_name: str) -> None:
         self.config, self.client, self.metrics, self.model_name = config, client, metrics, model_name
@@ -96,7 +96,7 @@ class Service:
         }
 
     async def run(self) -> None:
-        """Run the engine, and load the tokenizer beside it. Raises UserError if either cannot be loaded."""
+        """Run the engine, and load the tokenizer meanwhile. Raises UserError if either cannot be loaded."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._load_tokenizer())
             tasks.create_task(self.client.run())

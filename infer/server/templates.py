@@ -91,7 +91,7 @@ class TemplateProcess:
 
     def _exchange(self, question: bytes) -> dict[str, Any]:
         if not self._is_ready:
-            # It has started beside other work; its first line shows that it is ready.
+            # It started during other work; its first line shows that it is ready.
             self._connection.settimeout(START_SECONDS)
             self._read()
             self._connection.settimeout(ANSWER_SECONDS)

@@ -68,7 +68,7 @@ class PassView:
 
 
 def ascending(slots_BKC: Tensor) -> Tensor:
-    """Lists in the order that attention takes: int32, ascending, `NOT_LISTED` behind the last slot."""
+    """Lists in the order that attention takes: int32, ascending, `NOT_LISTED` after the last slot."""
     beyond = torch.iinfo(torch.int32).max
     slots_BKC = torch.where(slots_BKC >= 0, slots_BKC, beyond).to(torch.int32).sort(dim=-1).values
     return torch.where(slots_BKC < beyond, slots_BKC, NOT_LISTED)
@@ -142,7 +142,7 @@ class KVPass:
     dropped in this pass."""
 
     lists_ascend: ClassVar[bool] = False
-    """Whether its lists are int32, contiguous and ascending, -1 behind the last; else they are sorted, which
+    """Whether its lists are int32, contiguous and ascending, -1 after the last; else they are sorted, which
     costs a few launches a layer."""
 
     def __init__(
@@ -236,7 +236,7 @@ class Accelerator:
         return found
 
     def page_bytes(self) -> int:
-        """Return the bytes that it keeps for every KV page beside keys and values."""
+        """Return the bytes that it stores per KV page in addition to keys and values."""
         return 0
 
     def pass_bytes(self) -> int:

@@ -38,11 +38,11 @@ STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 FED_STEPS, HEAD_STEPS = 4, 2
 """Embedded rows, and rows of the head, are rounded up to this many of these steps: few layers have them."""
 NONE = PassRows(fed=0, kept=0, head=0)
-AHEAD_PARTS = ((3 / 8, 8), (math.inf, 4))
+WARM_UP_PARTS = ((3 / 8, 8), (math.inf, 4))
 """Capacities whose graphs are captured before traffic: from one to the next, the rows that are kept grow by
 1/8 below 3/8 of all positions, and by 1/4 above. A capacity that traffic uses often gets its own graph
 later."""
-AHEAD_FED, AHEAD_HEAD, AHEAD_STORED = 3.25, 0.75, 1.25
+WARM_UP_FED, WARM_UP_HEAD, WARM_UP_STORED = 3.25, 0.75, 1.25
 """For each row that is kept, such capacities have this many embedded rows and rows of the head (2.9 and 0.55
 in the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each
 position."""
@@ -156,7 +156,7 @@ def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> 
     if num_wanted is None or num_positions <= MIN_POSITIONS:
         return None
     step = -(-num_positions // PARTS)
-    # A shifted block's first position never waits, nor does one block behind those.
+    # A shifted block's first position never waits, nor does one block after those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
     return num_rows if num_rows < num_positions else None
 
@@ -180,20 +180,20 @@ def row_capacity(
     return PassRows(fed=fed, kept=kept, head=head)
 
 
-def capacities_ahead(num_sequences: int, block_size: int, num_rows: int) -> list[PassRows]:
+def warm_up_capacities(num_sequences: int, block_size: int, num_rows: int) -> list[PassRows]:
     """Capacities that between them hold those of all passes of as many sequences, of `num_rows` rows if none
     is dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
     one with as many as are usual."""
     num_positions = num_sequences * block_size
     found, kept = list[PassRows](), max(MIN_POSITIONS // 2, 2 * num_sequences)
     while kept < num_rows:
-        usual = min(num_rows, _rounded_up(int(AHEAD_FED * kept), 1))
-        whole = min(num_rows, max(kept, int(AHEAD_STORED * num_positions)))
-        heads = min(num_positions, _rounded_up(int(AHEAD_HEAD * kept), 1)), min(num_positions, kept)
+        usual = min(num_rows, _rounded_up(int(WARM_UP_FED * kept), 1))
+        whole = min(num_rows, max(kept, int(WARM_UP_STORED * num_positions)))
+        heads = min(num_positions, _rounded_up(int(WARM_UP_HEAD * kept), 1)), min(num_positions, kept)
         if usual < whole:
             found.append(PassRows(fed=usual, kept=kept, head=heads[0]))
         found.append(PassRows(fed=whole, kept=kept, head=heads[1]))
-        kept += kept // next(parts for share, parts in AHEAD_PARTS if kept < share * num_positions)
+        kept += kept // next(parts for share, parts in WARM_UP_PARTS if kept < share * num_positions)
         kept = _rounded_up(kept, 1)
     return [PassRows(fed=num_rows, kept=num_rows, head=num_positions), *reversed(found)]
 

@@ -50,7 +50,7 @@ class AcceleratorStack:
         return [each.name for each in self.members if not each.is_static]
 
     def allocate(self) -> int:
-        """Allocate the state of lanes; returns the bytes per KV page beside keys and values."""
+        """Allocate the state of lanes; returns the bytes per KV page in addition to keys and values."""
         for each in self.members:
             each.allocate()
         return sum(each.page_bytes() for each in self.members)

@@ -75,8 +75,8 @@ class WantedRows:
 
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
     the model's dtype; `weight_VD` and `workspace`: as of `masked_logits`. `num_chunks(X, b)`: slices that the
-    memory plan allows X rows, of which the decoder takes b bytes each beside the logits; None: one. No slice
-    divides a `group` of rows."""
+    memory plan allows X rows, of which the decoder takes b bytes each in addition to the logits; None: one.
+    No slice divides a `group` of rows."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class WantedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop
+    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left after the layers that drop
     rows, and of these the head computes `head`. The first two include rows of prompts and of clean blocks."""
 
     fed: int

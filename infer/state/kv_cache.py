@@ -43,7 +43,7 @@ class KVWritePolicy:
     nothing, and a later one stores what it emits. "none" stores nothing for later: every pass feeds the whole
     canvas and computes its keys and values anew; with `reuse` some passes feed a part of it.
 
-    `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else in
+    `fused_commit`: a block is stored in the pass that decodes the next one, in rows of its own; else in
     place of them. `feeds_parts`: a pass may feed some rows of a block and not the others. `has_drafts`:
     drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token that a decoder which does
     not append can report; None: no log-probabilities."""
@@ -125,7 +125,7 @@ class KVWritePolicy:
             raise UserError(
                 "IDLM-0449",
                 f"prompt_logprobs={params.prompt_logprobs}: the rows of this decoder's prompts see tokens "
-                "behind them, so they have no log-probabilities of the next one",
+                "after them, so they have no log-probabilities of the next one",
                 fix="leave prompt_logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
             )
 

@@ -68,14 +68,14 @@ class PassReadback:
 
 class Follower:
     """The grammar of one sequence after the tokens that the host has read, which may be more than the answer
-    has (`committed`). `drafts`: those that the next pass tests; `ahead` is after them. `only`: of each the
+    has (`committed`). `drafts`: those that the next pass tests; `drafted` is after them. `only`: of each the
     token itself if it was certain, else -1. `readback`: that of the last pass, and the position in its batch.
     `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
 
     def __init__(self, committed: Grammar) -> None:
         self.committed, self._start = committed, committed.apart()
         self._token_ids = list(committed.token_ids)
-        self.ahead = self._restart()
+        self.drafted = self._restart()
         self.drafts: list[int] = []
         self.only: list[int] = []
         self.firsts: list[int] = []
@@ -85,9 +85,9 @@ class Follower:
         self.is_over = False
 
     def _restart(self) -> Grammar:
-        ahead = self._start.branch()
-        ahead.push(self._token_ids)
-        return ahead
+        drafted = self._start.branch()
+        drafted.push(self._token_ids)
+        return drafted
 
     def catch_up(self, num_drafts: int) -> bool:
         """Wait for the last readback and follow its tokens. Returns whether drafts, at most so many, have to
@@ -102,7 +102,7 @@ class Follower:
         emitted, firsts, self._seconds = readback.read(index)
         self.firsts = firsts[:num_drafts]
         self._token_ids += emitted
-        matcher, num_accepted = self.ahead.matcher, max(0, len(emitted) - 1)
+        matcher, num_accepted = self.drafted.matcher, max(0, len(emitted) - 1)
         if drafts[:num_accepted] != emitted[:-1]:
             num_accepted = 0
         if num_accepted < len(drafts):
@@ -118,7 +118,7 @@ class Follower:
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether a mask is needed next."""
-        matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
+        matcher, firsts, drafts = self.drafted.matcher, self.firsts, self.drafts
         while (index := len(drafts)) < len(firsts) and not matcher.is_stopped():
             if forced := matcher.compute_ff_tokens()[: len(firsts) - index]:
                 if not self.take(forced, is_certain=True):
@@ -128,7 +128,7 @@ class Follower:
         return False
 
     def take(self, token_ids: list[int], *, is_certain: bool = False) -> int:
-        num_taken: int = self.ahead.matcher.try_consume_tokens(token_ids)
+        num_taken: int = self.drafted.matcher.try_consume_tokens(token_ids)
         if num_taken:
             taken = token_ids[:num_taken]
             self.drafts += taken
@@ -137,9 +137,9 @@ class Follower:
 
     def advance(self) -> None:
         """Follow the drafts again. A matcher never leaves an error."""
-        if self.ahead.matcher.is_error():
-            self.ahead = self._restart()
-        self.ahead.matcher.consume_tokens(self.drafts)
+        if self.drafted.matcher.is_error():
+            self.drafted = self._restart()
+        self.drafted.matcher.consume_tokens(self.drafts)
 
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
@@ -148,13 +148,13 @@ def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: 
     for follower, _, _ in rows:
         is_suspect = follower.committed.is_suspect or follower.committed.cost.is_on_trial
         if is_suspect and not follower.committed.cost.is_refused:
-            follower.committed.charge(follower.ahead.mask_seconds())
+            follower.committed.charge(follower.drafted.mask_seconds())
     computed = []
     for follower, drafts, row in rows:
         if follower.committed.cost.is_refused:
             bits_YW[row : row + 1 + len(drafts)] = -1
         else:
-            computed.append((follower.ahead, drafts, row))
+            computed.append((follower.drafted, drafts, row))
     start = time.perf_counter()
     compute_bits(computed, bits_YW)
     seconds = time.perf_counter() - start
@@ -172,7 +172,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
     """Choose drafts of followers among candidates, up to one after which nothing can follow."""
     open_ = [follower for follower in followers if follower.extend()]
     while open_:
-        bits_bW = torch.empty(len(open_), num_words(open_[0].ahead), dtype=torch.int32)
+        bits_bW = torch.empty(len(open_), num_words(open_[0].drafted), dtype=torch.int32)
         compute_masks([(follower, (), b) for b, follower in enumerate(open_)], bits_bW)
         found = _first_that_fits(bits_bW.numpy(), np.stack([follower.candidates() for follower in open_]))
         open_ = [
@@ -181,7 +181,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
             if follower.take([token_id], is_certain=is_certain) and follower.extend()
         ]
     for follower in followers:
-        if follower.ahead.matcher.is_error():
+        if follower.drafted.matcher.is_error():
             follower.advance()
 
 

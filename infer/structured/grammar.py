@@ -118,8 +118,8 @@ class Cost:
 class Grammar:
     """The grammar of one answer, in the state after `token_ids`. `matcher` is llguidance's; it allows or
     forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so the next is measured.
-    `follower`: what goes ahead with the device (`draft_choice.Follower`), once a sequence decodes. `notes`:
-    what of the constraint is not enforced. `cost` is that of all answers with this grammar.
+    `follower`: its copy for tokens on the device (`draft_choice.Follower`) while a sequence decodes.
+    `notes`: what of the constraint is not enforced. `cost` is that of all answers with this grammar.
 
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
     token by lexer; `lexer` is this one's."""

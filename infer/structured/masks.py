@@ -51,11 +51,11 @@ class PassGrammars:
         """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] on the host.
         All bits are set after the last draft that fits, and after the end of an answer."""
         followers, num_rows = list(self._followers.values()), 1 + self._num_drafts
-        shape = len(followers), num_rows, num_words(followers[0].ahead)
+        shape = len(followers), num_rows, num_words(followers[0].drafted)
         bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         open_ = [(m, each) for m, each in enumerate(followers) if not each.is_over]
         for _, each in open_:
-            each.ahead.matcher.rollback(len(each.drafts))
+            each.drafted.matcher.rollback(len(each.drafts))
         rows = [(each, each.drafts[: num_rows - 1], m * num_rows) for m, each in open_]
         compute_masks(rows, bits_MAW.view(-1, shape[2]))
         for _, each in open_:

@@ -229,7 +229,7 @@ def begin_kernel(state, fed, started, RULES: tl.constexpr, SIZE: tl.constexpr, B
         # Where nothing of the active block was decided, the block before is still the one in work.
         in_work = known == start - SIZE
         stays = (in_work & frozen) | ((in_work == 0) & before & (known_before == start - SIZE))
-        # The last rows ahead of the block, which are those of the block before unless they end earlier.
+        # The last rows before the block, which are those of the block before unless they end earlier.
         first, last = tl.load(fed.cu_rows_B1 + b), tl.load(fed.cu_rows_B1 + b + 1)
         num_before = last - first - tl.sum((row >= 0).to(tl.int64), 0)
         stored = first + num_before - SIZE + w

@@ -66,7 +66,7 @@ def block_importance(
 def select_positions(
     first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
 ) -> Selected:
-    """The positions that remain behind the second of two layers, by what they gained from the first to the
+    """The positions that remain after the second of two layers, by what they gained from the first to the
     second (FOCUS, section 4 and algorithm 1).
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,

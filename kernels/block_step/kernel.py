@@ -62,7 +62,7 @@ def store_wanted(wanted_IX, number_BW, X, i, lanes, mine, rows, w, SIZE: tl.cons
     tl.store(wanted_IX + number, rows, mask=is_wanted)
     tl.store(wanted_IX + X + number, (i * SIZE + w).to(tl.int64), mask=is_wanted)
     tl.store(wanted_IX + 2 * X + number, tl.zeros_like(rows) + lane, mask=is_wanted)
-    # All behind the first that waits wait too.
+    # All after the first that waits wait too.
     end = tl.where(waits, first, first + num)
     BLOCK: tl.constexpr = 512
     if (waits | is_last) & (end <= X):

@@ -161,7 +161,7 @@ def _with_capacity(
     is_due_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
 ) -> WantedPositions:
     """A wanted row for every position that needs one, in the order of priorities, then of sequences, until
-    a sequence exceeds it: that one and those behind it wait.
+    a sequence exceeds it: that one and those after it wait.
 
     `predicting_X`: the row that predicts each position, [B * W]."""
     num_B = is_due_BW.sum(dim=1)

@@ -24,7 +24,7 @@ MIN_TILE_PAIRS = 16
 
 
 def tile_bytes(num_experts: int) -> tuple[int, int]:
-    """Bytes of the tiles that `sort_pairs` writes, at most: of each pair, and beside them."""
+    """Bytes of the tiles that `sort_pairs` writes, at most: of each pair, and in all cases."""
     return TILE_BYTES // MIN_TILE_PAIRS, TILE_BYTES * num_experts
 
 

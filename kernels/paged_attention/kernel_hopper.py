@@ -2,7 +2,7 @@
 
 Items, masks and results equal those of `kernel.attend_kernel` without lists, fixed splits and sums before the
 block. There 8 warps multiply together and then compute exponentials together, while the tensor cores wait;
-here the softmax of one warpgroup runs beside the products of the other, as in FlashAttention-3 (Shah et al.
+here the softmax of one warpgroup overlaps the products of the other, as in FlashAttention-3 (Shah et al.
 2024, section 3.1). Departures: no warp only loads; the first warpgroup copies the keys of both, the second
 the values. Nothing makes them take turns (the paper's ping-pong), which was measured and is no faster.
 
@@ -55,7 +55,7 @@ def _first_slot(i, walk):
 
 @gluon.jit
 def _page_ids(table, i, walk, PAGE: gl.constexpr, layout: gl.constexpr):
-    """Page id of each slot of block `i`; -1 where no row sees it, and behind the share."""
+    """Page id of each slot of block `i`; -1 where no row sees it, and after the share."""
     slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=layout)
     is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
     pages = (slots.to(gl.uint32) // PAGE).to(gl.int32)

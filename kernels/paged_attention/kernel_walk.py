@@ -22,7 +22,7 @@ def read_walk(record):
 
 @triton.jit
 def listed_of(slot_list, i, stop, walk, WALK: tl.constexpr):
-    """What the list holds for block `i` of the walk; -1 behind the list."""
+    """What the list holds for block `i` of the walk; -1 after the list."""
     indices = i * WALK.block_n + tl.arange(0, WALK.block_n)
     is_listed = (indices < WALK.num_listed) & (i < tl.minimum(stop, walk[2]))
     return tl.load(slot_list + indices, mask=is_listed, other=-1)
@@ -83,7 +83,7 @@ def with_slots_before(scores, slots, row_ends, total, highest, scale_log2):
 
 @triton.jit
 def sums_before(before, total, highest, is_whole, row_ends):
-    """Sums before the block of a share: all of it if it ends ahead of the block, else what was kept.
+    """Sums before the block of a share: all of it if it ends before the block, else what was kept.
 
     Rows before the block, which see its slots too, have none."""
     total, highest = tl.where(is_whole, total, before[0]), tl.where(is_whole, highest, before[1])

@@ -81,7 +81,7 @@ def paged_attention(
 
     q may be a view with any row and head strides. `k_scale_K`, `v_scale_K` (float32): factors of the keys and
     values of an fp8 cache; lossy, which the caller must report. `lists_BKC` (int32, contiguous): logical
-    slots below the block that the rows of listed sequences see per KV head, each once, ascending, -1 behind
+    slots below the block that the rows of listed sequences see per KV head, each once, ascending, -1 after
     the last; given exactly if the plan's rows have `listed_B`. `before`: where to leave the sums over the
     slots before the block, for plans whose rows have `starts_B`."""
     assert (lists_BKC is None) == (plan.rows.listed_B is None), "lists belong to a plan with listed_B alone"

@@ -7,7 +7,7 @@ and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit
 9 highest own slot. An item copies these and adds 10 first and 11 end of its share (blocks of the walk, or
 splits), 14 its tile, 15 number of items of the tile, 16 its part; where every split is a part, 16 is the
 number that split 0 would have. Of a tile that sees lists, 3 and 17 are the number of its blocks of the list,
-and 18 is what turns positions of its walk behind them into slots; 19 is the first slot of the block, 0 if the
+and 18 is what turns positions of its walk after them into slots; 19 is the first slot of the block, 0 if the
 tile sees lists. 20 to 23 of the n-th record belong to the n-th tile with several items: 20 number of rows (0:
 there is none), 21 first row, 22 first part, 23 number of parts.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim."""

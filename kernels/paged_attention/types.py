@@ -33,7 +33,7 @@ class AttentionRows:
     """Most sequences have no more rows than this; None: `max_rows`. It says which tiles suit, no more."""
     few_rows: int | None = None
     """Sequences with more rows may walk apart from those with at most so many, which have the tiles of a pass
-    of theirs alone: prompts beside decoding. None: all walk together."""
+    of theirs alone: prompts with decoding. None: all walk together."""
     max_slots: int
     """Largest visible logical slot of any row, plus one."""
     starts_B: torch.Tensor | None = None

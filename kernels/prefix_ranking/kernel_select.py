@@ -71,7 +71,7 @@ def _candidates(scores, ids, tile, num, group_bits, count, TILE: tl.constexpr):
 
 @triton.jit
 def _store_taken(target, maximum, o_value, b_key, m_valid, interval, need, counts):
-    """Store the values whose keys are above the interval, and the first `need` of those in it, behind those
+    """Store the values whose keys are above the interval, and the first `need` of those in it, after those
     stored before; the first `maximum` of all. `counts`: how many of both there were before; returns them with
     those of this tile."""
     low, high = interval

@@ -177,7 +177,7 @@ def layers_at_once(num_layers: int, num_sequences: int, num_kv_heads: int, max_s
 
 
 def layer_bytes(num_sequences: int, num_kv_heads: int, max_slots: int) -> int:
-    """Bytes of one layer's shares, with those that its selection needs beside them."""
+    """Bytes of one layer's shares, with those that its selection needs in addition."""
     num_groups = -(-max_slots // GROUP)
     return 4 * num_sequences * num_kv_heads * num_groups * (GROUP + 2)
 

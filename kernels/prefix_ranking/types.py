@@ -15,7 +15,7 @@ GROUP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingPass:
-    """What a pass leaves for the ranking behind its last layer; layer 0 is the first sparse one.
+    """What a pass leaves for the ranking after its last layer; layer 0 is the first sparse one.
 
     `q_LRNH`: rotated queries. `max_LRN`, `sum_LRN` (fp32): the statistics of each row's softmax over the
     slots `[0, starts_B)` of its sequence, in base 2. With x = <q, k> * scale * log2(e), `max` is the largest

@@ -96,7 +96,7 @@ def keep_wanted(
     index_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
     is_left_X = origin_R[index_X] == rows_X
     numbers = torch.arange(num_wanted, device=device)
-    # No wanted row is of two sequences; those behind the last, and of sequences that wait, are of none.
+    # No wanted row is of two sequences; those after the last, and of sequences that wait, are of none.
     end_B = torch.where(waits_B, first_B, first_B + num_B)
     is_mine_BX = (numbers >= first_B[:, None]) & (numbers < end_B[:, None])
     is_left_X &= is_mine_BX.any(dim=0)

@@ -62,7 +62,7 @@ def plain_uniforms(
     lanes_B: Tensor | None = None,
     steps_by_lane: bool = True,
 ) -> Tensor:
-    """`uniforms` by Philox4x32-10 (Salmon et al., SC 2011), the generator behind `tl.philox`.
+    """`uniforms` by Philox4x32-10 (Salmon et al., SC 2011), the generator of `tl.philox`.
 
     A number is a pure function of (request seed, sample index, sampling step, draw). Nothing is stored or
     advanced, so an answer cannot depend on the rest of the batch, on preemption or on the order of draws, and

@@ -161,9 +161,9 @@ def _reached(
     rows = torch.arange(half_BT.shape[1], device=half_BT.device).expand_as(half_BT)
     if reach_BT is None:
         return rows + 1, rows
-    behind_all = 1 << 60
-    index = torch.where(is_real_BT, half_BT + positions_BT, behind_all).contiguous()
-    reached = torch.where(is_real_BT, half_BT + reach_BT, behind_all).contiguous()
+    after_all = 1 << 60
+    index = torch.where(is_real_BT, half_BT + positions_BT, after_all).contiguous()
+    reached = torch.where(is_real_BT, half_BT + reach_BT, after_all).contiguous()
     until = torch.where(is_real_BT, torch.searchsorted(index, reached, right=True), rows + 1)
     return until, torch.where(is_real_BT, torch.searchsorted(reached, index), rows)
 

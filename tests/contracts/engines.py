@@ -22,7 +22,7 @@ from idlm.infer import build
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import pass_shape as buckets
-from idlm.infer.runtime.graphs import shapes_ahead, warm_up
+from idlm.infer.runtime.graphs import warm_up, warm_up_shapes
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import DroppedRows, WantedRows
@@ -321,4 +321,4 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(build, "_step", step_of)
     # A model this small would have graphs of passes with any number of rows.
-    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))
+    monkeypatch.setattr(warm_up_shapes, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))

@@ -308,7 +308,7 @@ def test_ranks_agree_on_when_a_warm_up_stops(foreseeing: Path, monkeypatch: pyte
     expected = clear_answers(build_engine(foreseeing, "ar", graphs="off"), prompts, greedy(max_tokens=20))
     with group_of_threads(2) as group:
         engine = group_engine(group, foreseeing, "ar", graphs="on", warmup="auto", num_inflight_steps=4)
-        assert built[True] == built[False] and 1 < len(built[True]) < engine._parts.ahead.num_wanted
+        assert built[True] == built[False] and 1 < len(built[True]) < engine._parts.warm_up.num_wanted
         found = engine.generate(prompts, greedy(max_tokens=20))
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
         assert engine.metrics()["graphs_captured_in_traffic"] == 0

@@ -18,7 +18,7 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import cuda_graphs as graphs
 from idlm.infer.runtime.graphs import pass_shape as buckets
-from idlm.infer.runtime.graphs import shapes_ahead, warm_up
+from idlm.infer.runtime.graphs import warm_up, warm_up_shapes
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.stride_controller import StepLoad
@@ -284,7 +284,7 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     controller, decoder = engine._stride_controller, engine.decoder
     assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
     limits = {"max_sequences": engine.settings.max_sequences, "max_length": engine.table.max_length}
-    timed = shapes_ahead.ShapesAhead(decoder=decoder, **limits, max_prompt_rows=1).timed()
+    timed = warm_up_shapes.WarmUpShapes(decoder=decoder, **limits, max_prompt_rows=1).timed()
     others = captured[sum(shape in timed.values() for shape in captured) :]
     assert set(captured) - set(others) == set(captured) & set(timed.values()), (
         "those that are timed come first"
@@ -297,7 +297,7 @@ def test_a_warm_up_tells_what_passes_with_prompts_take(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mode whose graphs are missing is not used beside prompts."""
-    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (128, 512))
+    monkeypatch.setattr(warm_up_shapes, "PROMPT_GRAPHS", (128, 512))
     maximum: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
     engine = build_engine(checkpoint, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **maximum)
     costs, controller = engine.scheduler.costs, engine._stride_controller

@@ -90,7 +90,7 @@ def _name(base: Path) -> str:
 
 
 def _license_of_card(path: Path, text: bytes | None) -> dict[str, str]:
-    """The keys about the licence in a model card; a link to a file beside it becomes one to its copy."""
+    """The keys about the licence in a model card; a link to a file next to it becomes one to its copy."""
     found = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     try:
         values = yaml.safe_load(found[1]) if found else None
@@ -129,7 +129,7 @@ def model_config(written: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
         if str(config.get("model_type")).startswith(family):
             both = config | older
             older |= {name: both[newer] for newer, name in names.items() if newer in both}
-    # Releases of transformers 5 may leave an older key as it was beside `rope_parameters`.
+    # Releases of transformers 5 may leave an older key as it was next to `rope_parameters`.
     return config | older | {key: base[key] for key in OLDER_KEYS if key in base}
 
 

@@ -78,7 +78,7 @@ class SeparateStepCounts(TrainerCallback):
 
 
 def remove_resharded(run: Path) -> None:
-    """Remove what a run has left behind once it has a checkpoint of its own."""
+    """Remove what a run has left once it has a checkpoint of its own."""
     shutil.rmtree(run / RESHARDED_FOLDER, ignore_errors=True)
 
 
@@ -258,7 +258,7 @@ class SavingTrainer(Trainer):
     def expect_saves(self) -> None:
         """Start to allocate the memory of an asynchronous save during training. Collective."""
         self.at("save")
-        # DeepSpeed makes small files of its own beside what it puts.
+        # DeepSpeed makes small files of its own besides what it puts.
         with tempfile.TemporaryDirectory() as folder, self.writer.expecting():
             self.save_model(folder, _internal_call=True)
             self._save_optimizer_and_scheduler(folder)

@@ -131,8 +131,8 @@ def _named(names: Sequence[str]) -> str:
 def inspect_data(
     config: DataConfig, dataset: PackedDataset, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()
 ) -> DataReport:
-    """Report on the data of a run; `stop_token_ids` stop the model besides the tokenizer's eos. UserError
-    IDLM-0234 when no sample ends in a token that stops the model."""
+    """Report on the data of a run; `stop_token_ids` stop the model in addition to the tokenizer's eos.
+    UserError IDLM-0234 when no sample ends in a token that stops the model."""
     rows, source = dataset.rows, dataset.source
     header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)

@@ -129,7 +129,7 @@ class Encoder:
     ) -> list[Sample]:
         """Assistant turns are targets, other turns are context; one sample, or one per turn (`each`).
 
-        `messages` in OpenAI's form: `content` may be absent beside tool calls or reasoning, and arguments of
+        `messages` in OpenAI's form: `content` may be absent with tool calls or reasoning, and arguments of
         calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
         `tools` and `template_kwargs`."""
         template = self._template(tools, template_kwargs)
@@ -332,7 +332,7 @@ def _left_out(piece: TurnText, origin: str) -> UserError:
         fix = "remove the tools from the data, or use a chat template that writes them"
     elif piece.role == "assistant":
         what = "text" if piece.field == "content" else "calls"
-        fix = f"delete the {what}, or use a chat template that writes {what} there (behind a {OPEN} block)"
+        fix = f"delete the {what}, or use a chat template that writes {what} there (after a {OPEN} block)"
     else:
         fix = f"give the {piece.role} turn a role that the template writes there, or remove it"
     text = f" ({piece.text.strip()!r:.60})" if piece.text else ""

@@ -284,7 +284,7 @@ evaluations and none for the report alone."""
 
 def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
     """Return which samples are held out, bool [num_samples]; None where none are: of an endless source,
-    beside eval.path or eval.split, with eval.holdout=0, and of data that is too little, or has one prompt.
+    with eval.path, eval.split or eval.holdout=0, and of data that is too little, or has one prompt.
 
     A hash of the prompt that their record opens with chooses them. So turns of one conversation, several
     answers to one prompt and copies of a record stay on one side, and the choice depends on the content

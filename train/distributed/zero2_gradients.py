@@ -90,7 +90,7 @@ def _shorten_norm(optimizer: Any) -> None:
     def norm(gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
         flat = getattr(gradients, "flat_partition", None)
         if flat is not None and norm_type == 2:
-            # Padding between and behind the gradients is zero.
+            # Padding between and after the gradients is zero.
             parts = torch._foreach_norm(flat.split(NORM_PART), 2, dtype=torch.float64)
             gradients, params = [torch.stack(parts)], params[:1]
         result: Tensor = own(gradients, params, norm_type)

@@ -1,8 +1,8 @@
 """Held-out losses and acceptance by draft position while training, and the answers of the engine.
 
 Losses use the objective and the attention that train, one packed row at a time, without gradients. For
-answers, the weights of the step are published beside the run's checkpoints, decoded by the `Sampler` that the
-command line passes in, as for the report, and removed. No random number is drawn, so that a run with
+answers, the weights of the step are published next to the run's checkpoints, decoded by the `Sampler` that
+the command line passes in, as for the report, and removed. No random number is drawn, so that a run with
 evaluations trains the same weights. Every rank takes part: ZeRO-3 needs all of them to run a layer, and to
 publish. They wait while rank 0 decodes, which must take less than `train.hang_seconds`."""
 

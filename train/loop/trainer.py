@@ -306,7 +306,7 @@ class StopRequests(TrainerCallback):
 
 
 class PrepareSaves(TrainerCallback):
-    """After the first step, which makes the optimizer's state, the writer learns what saves will copy. Behind
+    """After the first step, which makes the optimizer's state, the writer gets what saves will copy. After
     `StopRequests`: a save that follows at once need not be expected."""
 
     def __init__(self, trainer: IdlmTrainer) -> None:

@@ -7,7 +7,7 @@ thread on every rank reads the heartbeats of the others:
 - A stopped process or a lost host is found after `SILENT_SECONDS`.
 - A rank whose launcher has ended is sent SIGTERM: it saves and ends, and so do the other ranks.
 - A rank hangs if it makes no progress for `train.hang_seconds`, or for `SLOW_FACTOR` times as long in a phase
-  that reads or writes files. The report names the rank that is furthest behind and prints its stack.
+  that reads or writes files. The report names the rank that is furthest back and prints its stack.
 
 Tokenising counts as progress (`idlm.log.note_progress`), also on the ranks that wait for it. torchrun and
 deepspeed also end all ranks when one exits, but do not report why. The exit status is `STATUS`."""
@@ -45,7 +45,7 @@ HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 40.0
 LINGER_SECONDS = 3.0
 SLOW_FACTOR = 6
-# In the order of the loop: of two ranks in the same step, the one in the earlier phase is behind.
+# In the order of the loop: of two ranks in the same step, the one in the earlier phase is further back.
 PHASES = ("start", "save", "export", "data", "compute", "finish")
 SLOW_PHASES = ("start", "save", "export", "finish")
 VERDICT = "verdict"

@@ -171,7 +171,7 @@ class BodyGraphs:
             torch.clear_autocast_cache()
         free, total = torch.cuda.mem_get_info()
         self._held += before - free
-        # A new shape of a gated batch first runs beside the graphs, and takes as much again.
+        # A new shape of a gated batch first runs outside the graphs, and takes as much again.
         if free < max(KEPT_FREE * total, self._held if self.pair is not None else 0):
             self.release()
             log.info("no CUDA graphs: with them too little of the GPU's memory is left")

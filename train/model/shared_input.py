@@ -1,7 +1,7 @@
 """Linear layers that read the same input, computed as one product: gate and up.
 
 The first of them to be called multiplies by the weights of all, one below the other, and the others take
-their parts. Weights stay where they are, under their names: to put them together costs little beside a
+their parts. Weights stay where they are, under their names: to put them together costs little compared with a
 product with the rows of a micro-batch. The gradient of the input becomes one product too, summed in float32,
 where parts would be rounded and added.
 

@@ -34,7 +34,7 @@ STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")
 """Of config.json; the last is that of MLX."""
 QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files that AutoGPTQ, AWQ and ModelOpt write beside config.json."""
+"""Files that AutoGPTQ, AWQ and ModelOpt write next to config.json."""
 CODES = ("weight", "qweight", "weight_packed", "_blocks")
 """Endings of names whose values are codes where they are integers."""
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack")
@@ -94,7 +94,7 @@ def _refuse_copies(
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError IDLM-0544 where config.json, or a file beside it, says how weights were quantised."""
+    """Raise UserError IDLM-0544 where config.json, or a file next to it, describes quantised weights."""
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
     given = [section[key] for section in sections for key in QUANTISED_KEYS if section.get(key) is not None]
     if given:
@@ -103,9 +103,9 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
         if method is None and any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in values):
             method = "bitsandbytes"
         raise _quantised(directory, f"config.json says {method or given[0]}")
-    beside = next((name for name in QUANTISED_FILES if (directory / name).is_file()), None)
-    if beside is not None:
-        raise _quantised(directory, f"it has a {beside}")
+    found = next((name for name in QUANTISED_FILES if (directory / name).is_file()), None)
+    if found is not None:
+        raise _quantised(directory, f"it has a {found}")
 
 
 def _quantised(directory: Path, how: str) -> UserError:

@@ -74,7 +74,7 @@ def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: flo
     `cosine`: a linear rise to the peak over the share `warmup` of the steps, then half a cosine to zero at
     the end of the run. `cosine_per_stage`: the same in every stage, as if each were a job of its own. `wsd`
     (warm-up, stable, decay): the peak after the rise, then a line to zero over the last share `decay` of the
-    steps. Both zeros lie outside, before the first step and behind the last: every step trains, in a stage of
+    steps. Both zeros lie outside, before the first step and after the last: every step trains, in a stage of
     any length."""
     start, num_steps = 0, curriculum.num_steps
     if schedule == "cosine_per_stage" and step < num_steps:

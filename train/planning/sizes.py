@@ -36,7 +36,7 @@ KEYS = (
     *("model.dtype", RECOMPUTES, LAYERS, "train.bf16", "train.batch_size"),
     *("train.global_batch", "train.max_length", "train.learning_rate", "train.zero_stage"),
 )
-"""What is chosen, besides the adapter. A value that is not the default, or 0, was given and stays."""
+"""What is chosen, apart from the adapter. A value that is not the default, or 0, was given and stays."""
 USABLE, TIGHT = 0.9, 0.95
 """Of a device's memory; tight: where each layer that is recomputed takes time."""
 GPU_LENGTH, CPU_LENGTH, SHORTEST = 4096, 1024, 256

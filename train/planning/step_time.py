@@ -64,7 +64,7 @@ WAIT = 0.7e-3
 """Seconds per layer and micro-batch in which a busy device waits for the host's launches: 0.4 to 1.0 ms."""
 LAUNCHES, GATED_LAUNCHES, STEP = 3.9e-3, 8.2e-3, 15e-3
 """Seconds that the host takes per layer and micro-batch to launch all kernels, DeepSpeed's included, and per
-step besides. Under a gate clean and noisy rows run apart."""
+step in addition. Under a gate clean and noisy rows run apart."""
 REPLAYED_STEP = 25e-3
 """Seconds per step in which a device that replays graphs waits for the host, around the optimizer."""
 GRADIENT_BYTES = 12

@@ -131,7 +131,7 @@ class ExecutorArm:
 
     def planned(self, given: Canvas) -> dict[str, int]:
         """Bytes of the workspace, the most that live in it at once, and all bytes that are planned: libraries
-        may allocate some beside the workspace.
+        may allocate some outside the workspace.
         """
         plan = self.plan(given)
         return {

@@ -32,7 +32,7 @@ NUM_INFLIGHT_STEPS = 4
 WARM_UP_TOKENS = 24
 SETTLING_PASSES, MAX_TURNS = 50, 4
 MEMORY_TOKENS = 160
-"""Tokens of a sequence beside those of a round, for memory."""
+"""Further tokens of a sequence than those of a round, for memory."""
 SHARE_OF_MEMORY = 0.9
 SAMPLING = {
     "greedy": SamplingParams(temperature=0),
@@ -242,7 +242,7 @@ class SteadyEngine:
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
-        """What an arm changes beside its settings, while its engine is built and runs; here nothing."""
+        """Further changes of an arm while its engine is built and runs; here none."""
         yield
 
 
@@ -266,7 +266,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineP
         warmup=arm.warmup,
         attention="triton" if captures else "auto",
     )
-    return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts))
+    return parts if arm.warmup == "off" else replace(parts, warm_up=warm_up(parts))
 
 
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:

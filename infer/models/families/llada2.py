@@ -40,7 +40,7 @@ CONFIG_KEYS = {
 
 @FAMILIES.register("LLaDA2MoeModelLM")
 class Llada2(Family):
-    """2.1 differs from 2.0 only in how it is decoded, and so does 2.2, beside its router."""
+    """2.1 differs from 2.0 only in how it is decoded, and so does 2.2, except for its router."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
     causality: ClassVar[str] = "block"

@@ -5,7 +5,7 @@ store no KV. On a CPU the padded pass runs without a graph, which is how it is t
 
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows or little padding;
-otherwise it runs eagerly, whose launches are hidden behind the passes before it. Passes with blocks use a
+otherwise it runs eagerly, whose launches are hidden by the passes before it. Passes with blocks use a
 larger graph until its padding has taken as long as a capture does, and so do those that may drop rows
 (`PassRows`) without a warm-up, where the graphs of the first passes, which are the largest, give way sooner.
 While no request waits, the shapes that ran eagerly or padded are captured."""

@@ -78,7 +78,7 @@ class Captured:
 
     @classmethod
     def of(cls, shapes: Iterable[PassShape], missing: Collection[PassShape], eager_rows: int) -> Captured:
-        """From the `shapes` that a warm-up wanted, and those that it did not capture. Beside prompts no
+        """From the `shapes` that a warm-up wanted, and those that it did not capture. With prompts no
         number of sequences below the `maximum` is missing; without, they may run in a larger graph."""
         maximum, ended = dict[tuple[int, int], int](), set[tuple[int, int]]()
         for shape in sorted(shapes, key=lambda each: each.num_sequences):

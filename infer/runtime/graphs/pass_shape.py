@@ -15,7 +15,7 @@ BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256
 """Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a
 step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth."""
 PROMPT_GRAPHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-"""Prompt rows of graphs that also decode, captured ahead."""
+"""Prompt rows of graphs that also decode, captured by the warm-up."""
 PROMPT_BUCKETS = (0, 64, 256, 512, 1024, 2048)
 """Prompt rows next to the decoding rows."""
 PROMPT_STEP = 64
@@ -171,7 +171,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
 
 
 def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy) -> int:
-    """Blocks that get rows beside the decoding ones.
+    """Blocks that get rows in addition to the decoding ones.
 
     With fused commits as many as the host knows of, but at least those of an eighth of the sequences, for
     clean blocks that it does not know yet. A sequence without a reserved row stores its block in its own rows
@@ -209,6 +209,6 @@ def mixed_sizes(width: int, num_prompt_rows: int, maximum: int) -> list[int]:
 
 
 def max_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
-    """Rows beside the decoding ones that a pass lays out at most; each sequence's first block is free."""
+    """Most rows that a pass lays out besides the decoding ones; each sequence's first block is free."""
     size = kv_policy.block_size
     return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

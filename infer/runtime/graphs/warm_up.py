@@ -30,7 +30,7 @@ from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_costs import Captured
 from idlm.infer.runtime.graphs.pass_shape import PassShape, slots_bucket
-from idlm.infer.runtime.graphs.shapes_ahead import ShapesAhead, measured_shapes
+from idlm.infer.runtime.graphs.warm_up_shapes import WarmUpShapes, measured_shapes
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
 from idlm.kernels.backend import memory_bytes, only_compiled
 from idlm.log import get_logger
@@ -58,10 +58,10 @@ def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
 def warm_up(
     parts: EngineParts, *, shards: Shards = ALONE, assemble: Callable[..., EngineParts] | None = None
 ) -> WarmUp:
-    """Capture ahead what `parts` may need, as `warmup` of its settings says, and give the stride controller
-    the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile kernels first.
-    Ranks that share a model (`shards`) capture the same graphs: they agree on when to stop and on
-    `eager_rows`, and use no recorded times, which not all may have."""
+    """Capture in advance what `parts` may need, as `warmup` of its settings says, and give the stride
+    controller the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile
+    kernels first. Ranks that share a model (`shards`) capture the same graphs: they agree on when to stop and
+    on `eager_rows`, and use no recorded times, which not all may have."""
     step, settings, device = parts.step, parts.settings, parts.table.device
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
@@ -70,13 +70,13 @@ def warm_up(
     step.eager_rows = shards.minimum(step.eager_rows)
     path = cache_file(timing_key(parts)) if _needs_times(parts) and shards.size == 1 else None
     known = read_times(path) if path is not None else {}
-    ahead = ShapesAhead(
+    plan = WarmUpShapes(
         decoder=parts.decoder,
         max_sequences=settings.max_sequences,
         max_length=parts.table.max_length,
         max_prompt_rows=settings.row_budget,
     )
-    work = _Work(parts=parts, step=step, ahead=ahead, shards=shards, min_memory=free // 2, times=dict(known))
+    work = _Work(parts=parts, step=step, plan=plan, shards=shards, min_memory=free // 2, times=dict(known))
     if assemble is not None and is_plain(parts):
         work.compile(assemble)
     try:
@@ -114,7 +114,7 @@ class _Work:
 
     parts: EngineParts
     step: StaticStep
-    ahead: ShapesAhead
+    plan: WarmUpShapes
     shards: Shards
     min_memory: int
     times: dict[tuple[int, int], float]
@@ -128,11 +128,11 @@ class _Work:
     def compile(self, assemble: Callable[..., EngineParts]) -> None:
         """Compile all kernels; every one is needed, so that this has no limit of time."""
         start_time = time.monotonic()
-        needed = [*self.ahead.prompts(self.step.eager_rows), *self.ahead.compiled()]
+        needed = [*self.plan.prompts(self.step.eager_rows), *self.plan.compiled()]
         logger = get_logger(__name__)
         try:
             with only_compiled():
-                num_compiled = compile_ahead(step_on_meta(self.parts, assemble), needed)
+                num_compiled = compile_shapes(step_on_meta(self.parts, assemble), needed)
         except Exception as error:
             # A plug-in may read tensors, and the server was ready to start without this.
             logger.warning("warm-up: kernels are compiled by the passes that launch them: %s", error)
@@ -142,7 +142,7 @@ class _Work:
 
     def capture(self) -> None:
         """Run passes that stay eager, then capture graphs, and time some of both."""
-        parts, step, prompts = self.parts, self.step, self.ahead.prompts(self.step.eager_rows)
+        parts, step, prompts = self.parts, self.step, self.plan.prompts(self.step.eager_rows)
         is_cuda = parts.table.device.type == "cuda"
         self.launch_seconds = parts.model.spec.num_layers * LAUNCH_SECONDS
         if parts.settings.warmup == "auto":
@@ -153,9 +153,9 @@ class _Work:
         if prompts and is_cuda:
             self.launch_seconds = _launch_seconds(step, prompts[-1])
             step.eager_rows = self.shards.minimum(eager_rows(parts.model, self.launch_seconds))
-        drops_rows, ahead = parts.drops_rows, self.ahead
-        self.shapes = ahead.with_capacity() if drops_rows else ahead.captured(step.eager_rows)
-        self.timed = self.ahead.timed() if _needs_times(parts) else {}
+        drops_rows, plan = parts.drops_rows, self.plan
+        self.shapes = plan.with_capacity() if drops_rows else plan.captured(step.eager_rows)
+        self.timed = self.plan.timed() if _needs_times(parts) else {}
         for key, shape in self.timed.items():
             if shape.all_rows > step.eager_rows and key not in self.times and self._may_continue():
                 self.times[key] = step.seconds(shape)
@@ -276,7 +276,7 @@ def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> St
     return step
 
 
-def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:
+def compile_shapes(step: StaticStep, shapes: Iterable[PassShape]) -> int:
     """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch; returns
     the number of new variants. `step` is on the meta device, made where kernels are `only_compiled`, as
     here."""

@@ -281,7 +281,7 @@ class ChatRequest(SamplingFields):
             return [*given, ("tools", "grammar", text)]
         [(field, kind, value)] = given
         if kind == "grammar":
-            rule = "not beside tools; set tool_choice=none, or give a schema, regex or choice"
+            rule = "not with tools; set tool_choice=none, or give a schema, regex or choice"
             raise FieldError(field, rule)
         answer = answer_rules(Constraint(kind=kind, text=value))
         return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]

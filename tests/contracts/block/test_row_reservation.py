@@ -19,9 +19,9 @@ from idlm.infer.sparse.row_reservation import (
     LateCounts,
     RowDemand,
     RowReservation,
-    capacities_ahead,
     head_bucket,
     row_capacity,
+    warm_up_capacities,
 )
 from idlm.infer.state.batch import BlockLimits, PassRows, Schedule, StepPlan, WantedRows
 from tests.contracts.block.blocks import PROMPTS, params_of
@@ -162,7 +162,7 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
 @pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 32), (3, 8), (128, 32), (256, 64)])
 def test_rooms_of_graphs_hold_every_pass_with_little_padding(num_sequences: int, block_size: int) -> None:
     num_rows = 2 * num_sequences * block_size
-    capacities = capacities_ahead(num_sequences, block_size, num_rows)
+    capacities = warm_up_capacities(num_sequences, block_size, num_rows)
     assert capacities[0] == PassRows(fed=num_rows, kept=num_rows, head=num_rows // 2)
     assert len(capacities) == len(set(capacities)) <= 60
     for kept in range(max(128, 2 * num_sequences), num_rows, 7):

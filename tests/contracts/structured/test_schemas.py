@@ -94,7 +94,7 @@ def test_answers_are_calls_or_match(
 
 
 def test_calls_beside_what_has_no_rule_are_refused() -> None:
-    with pytest.raises(ApiError, match="guided_grammar: not beside tools"):
+    with pytest.raises(ApiError, match="guided_grammar: not with tools"):
         chat(tools=TOOLS, guided_grammar='start: "a"').constraint()
     with pytest.raises(ApiError, match="one constraint"):
         chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA).constraint()

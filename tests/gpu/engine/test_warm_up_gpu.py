@@ -70,17 +70,17 @@ def test_all_kernels_are_compiled_before_the_first_pass(
 ) -> None:
     from triton import knobs
 
-    compile_ahead, calls, late = warm_up.compile_ahead, list[int](), list[str]()
+    compile_shapes, calls, late = warm_up.compile_shapes, list[int](), list[str]()
 
     def noting(*arguments: Any) -> int:
-        calls.append(compile_ahead(*arguments))
+        calls.append(compile_shapes(*arguments))
         late.clear()
         return calls[-1]
 
     def heard(*, src: Any, **_: Any) -> None:
         late.append(src.name)
 
-    monkeypatch.setattr(warm_up, "compile_ahead", noting)
+    monkeypatch.setattr(warm_up, "compile_shapes", noting)
     monkeypatch.setattr(knobs.compilation, "listener", heard)
     engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **OPTIONS, **options)
     assert len(calls) == 1

@@ -160,7 +160,7 @@ def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, An
 def test_without_a_template_nothing_lies_beside_a_pair(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "use_chat_template", False)
     assert read(BARE[shape]) == read(BARE[shape] | {"loss_mask": [0, 1]}) == {"pair": ("a", "b")}
-    assert "system beside a prompt and its response" in refusal(BARE[shape] | {"system": "s"})
+    assert "system next to a prompt and its response" in refusal(BARE[shape] | {"system": "s"})
 
 
 def test_a_system_prompt_beside_a_system_turn() -> None:
@@ -282,7 +282,7 @@ def test_preferences_are_trained_on_where_that_is_said() -> None:
 
 @pytest.mark.parametrize("beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}])
 def test_a_text_that_is_part_of_a_conversation_is_refused(beside: dict[str, Any]) -> None:
-    assert f"has {next(iter(beside))} beside a text" in refusal({"text": "a"} | beside)
+    assert f"has {next(iter(beside))} next to a text" in refusal({"text": "a"} | beside)
 
 
 def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
@@ -296,7 +296,7 @@ def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
 
 def test_parts_of_a_question_are_not_left_out() -> None:
     for key in ("context", "choices"):
-        assert f"{key}='c' beside question and answer" in refusal({"question": "a", "answer": "b", key: "c"})
+        assert f"{key}='c' next to question and answer" in refusal({"question": "a", "answer": "b", key: "c"})
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_answers_follow_their_prompt_as_it_was_given() -> None:
         "id": 1,
     }
     assert read(record) == {"answer": prompt, "ignored": {"id"}}
-    assert "tools lies beside an answer" in refusal(record | {"tools": [TOOL]})
+    assert "tools is next to an answer" in refusal(record | {"tools": [TOOL]})
 
 
 def test_nulls_of_structures_are_absent_and_items_of_lists_stay() -> None:

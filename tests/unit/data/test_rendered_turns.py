@@ -126,7 +126,7 @@ def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folde
     assert "the chat template leaves out thoughts of earlier turns" in second.notes
     (last,) = encoder_of(tokenizer, turns="last").messages([*messages, QUESTION], origin="here")
     assert last.token_ids.tolist() == second.token_ids.tolist()
-    assert "turns behind the last trained answer are left out" in last.notes
+    assert "turns after the last trained answer are left out" in last.notes
 
 
 def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) -> None:

@@ -62,7 +62,7 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
     extra = sorted(present(record, TEXT_EXTRAS)) if shape == "text" and wanted == AUTO else []
     if extra:
         raise unusable(
-            f"{origin} has {', '.join(extra)} beside a text, so it is part of a conversation",
+            f"{origin} has {', '.join(extra)} next to a text, so it is part of a conversation",
             fix=f"write conversations as {SHAPES['messages'].example}, or set data.shape=text to train on "
             "the texts alone",
         )

@@ -37,7 +37,7 @@ TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 TEMPLATE_DICT = "chat_template_kwargs"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 EXTRA_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
-"""Parts of a conversation that a record of any shape may have beside its turns, and what no model reads."""
+"""Parts of a conversation that a record of any shape may have next to its turns, and what no model reads."""
 
 UNTRAINED_BY = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "trained", "train_on_turn"), 0),

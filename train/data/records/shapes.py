@@ -1,5 +1,5 @@
 """The shapes that a record of a file may have, and the samples that a record of each shape becomes: turns,
-with what lies beside them (system prompt, history, tools, weights, variables of the chat template).
+with what is next to them (system prompt, history, tools, weights, variables of the chat template).
 
 A shape is known by its keys. Names that other data sets use for them are looked up only where no shape has
 its own keys, so that they never compete with those."""
@@ -101,7 +101,7 @@ def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     for key, value in present(record, () if keys[0] == "prompt" else QUESTION_PARTS).items():
         if key not in keys:
             raise unusable(
-                f"{key}={shown(value)} beside {' and '.join(keys)}, which is not read",
+                f"{key}={shown(value)} next to {' and '.join(keys)}, which is not read",
                 fix=f"write it into {keys[0]} where it belongs there, and delete the key {key}",
             )
     if isinstance(prompt, str) and isinstance(response, str):
@@ -153,7 +153,7 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
     prompt, token_ids = record["prompt"], record["token_ids"]
     for key in present(record, EXTRA_KEYS):
         raise unusable(
-            f"{key} lies beside an answer of idlm-generate, which was made without it",
+            f"{key} is next to an answer of idlm-generate, which was made without it",
             fix=f"delete the key {key}, or make the answer again with it in the prompt",
         )
     for key in ("text", "finish_reason"):
@@ -173,16 +173,16 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
 
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
-    """Encode two texts, which need no chat template unless more lies beside them."""
+    """Encode two texts, which need no chat template unless there is more."""
     user, assistant = plain_turns(prompt, response)
     assistant = replace(assistant, message=assistant.message | reasoning_of(record, "the record"))
     conversation = conversation_of(record, [user, assistant])
     if conversation.is_pair:
         return [encoder.pair(prompt, response, origin=origin)], set()
     if not encoder.use_chat_template:
-        beside = present(record, (*CHAT_KEYS, *REASONING_KEYS))
+        others = present(record, (*CHAT_KEYS, *REASONING_KEYS))
         raise unusable(
-            f"{', '.join(beside)} beside a prompt and its response needs a chat template",
+            f"{', '.join(others)} next to a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
     return conversation.encoded(encoder, origin=origin)
@@ -284,7 +284,7 @@ class RecordConversation:
 
     @property
     def is_pair(self) -> bool:
-        """Whether this is one prompt and its response, with nothing beside them."""
+        """Whether this is one prompt and its response, with nothing else."""
         roles = [turn.role for turn in self.turns]
         has_more = self.tools or self.template_kwargs or any(len(turn.message) > 2 for turn in self.turns)
         return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
@@ -325,13 +325,13 @@ def conversation_of(record: Mapping[str, Any], turns: Sequence[Message]) -> Reco
 
 
 def _tools(record: Mapping[str, Any], turns: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
-    """Return the tools beside the turns, or else those of a turn, where some templates look for them."""
+    """Return the tools next to the turns, or else those of a turn, where some templates look for them."""
     found = (tools_of(given) for given in (record, *(turn.message for turn in turns)))
     return next(filter(None, found), [])
 
 
 def _system(record: Mapping[str, Any], first: Sequence[Message]) -> list[Message]:
-    """Return the system prompt beside the turns; `first` holds their own system turn, if there is one."""
+    """Return the system prompt next to the turns; `first` holds their own system turn, if there is one."""
     given = {key: text_of(value, key) for key, value in present(record, SYSTEM_KEYS).items()}
     texts = {text.strip() for text in given.values()}
     if len(texts | {turn.message["content"].strip() for turn in first}) > 1 and texts:

@@ -42,7 +42,7 @@ WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools beside a conversation: a list or its JSON text, of which each item may be text too."""
+    """Return the tools of a conversation: a list or its JSON text, of which each item may be text too."""
     given = {key: _tools(value, key) for key, value in present(record, TOOLS_KEYS).items()}
     (first, *others) = given.values() or [[]]
     if any(other != first for other in others):
@@ -156,7 +156,7 @@ def history_turns(value: Any, name: str) -> list[Message]:
 
 
 def weighted(turns: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
-    """Return the turns with the weights that the record lists beside them; a record as a whole has none."""
+    """Return the turns with the weights that the record lists for them; a record as a whole has none."""
     found = list(turns)
     for key, value in present(record, tuple(LISTED_WEIGHTS)).items():
         if not isinstance(value, list):
@@ -235,7 +235,7 @@ def _role(given: Mapping[str, Any], name: str) -> str:
 
 
 def reasoning_of(given: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the thoughts beside an answer, of which there is one, under the names that they have."""
+    """Return the thoughts of an answer, of which there is one, under the names that they have."""
     texts = {key: text_of(value, f"{name}.{key}") for key, value in present(given, REASONING_KEYS).items()}
     _only(texts, REASONING_KEYS, name)
     return texts

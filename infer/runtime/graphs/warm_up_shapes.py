@@ -19,7 +19,7 @@ from idlm.infer.runtime.graphs.pass_shape import (
     slots_bucket,
 )
 from idlm.infer.runtime.stride_controller import FREE_ROWS
-from idlm.infer.sparse.row_reservation import capacities_ahead, head_buckets
+from idlm.infer.sparse.row_reservation import head_buckets, warm_up_capacities
 from idlm.infer.state.batch import BlockLimits
 
 CONTEXT_STEP = 8
@@ -28,13 +28,13 @@ CAPACITIES_BETWEEN = 4
 """Of row capacities, one in so many is captured before the others, and with filters."""
 LAUNCHES_PER_GRAPH = 2
 """A pass with prompts has a graph if it computes up to so many times as long as its launches take: the host
-has other work beside them."""
+has other work meanwhile."""
 MAX_TIMED_ROWS = 2048
 """A pass with more is slower for each token than one with fewer: its time is estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShapesAhead:
+class WarmUpShapes:
     """Shapes of an engine's passes, of at most so many sequences, tokens of one, and prompt rows."""
 
     decoder: Decoder
@@ -76,14 +76,14 @@ class ShapesAhead:
 
     def with_capacity(self) -> list[PassShape]:
         """Shapes for passes that may drop rows, by number of sequences: for powers of two capacities that
-        hold what traffic needs with little padding (`capacities_ahead`). First the largest ones, then every
+        hold what traffic needs with little padding (`warm_up_capacities`). First the largest ones, then every
         fourth, then the others; of passes with filters only every fourth."""
         policy, context = self.decoder.kv_policy, self._contexts()[0]
         found = list[tuple[float, int, PassShape]]()
         for size, filters in itertools.product(self._main_sizes(), (False, True)):
             num_stored = policy.block_size * bucket(size, FED_BLOCK_BUCKETS) if policy.fused_commit else 0
             shape = self.shape(0, size, context, filters=filters, num_prompt_rows=num_stored)
-            capacities = capacities_ahead(size, policy.block_size, shape.num_rows + num_stored)
+            capacities = warm_up_capacities(size, policy.block_size, shape.num_rows + num_stored)
             for number, capacity in enumerate(capacities[:: CAPACITIES_BETWEEN if filters else 1]):
                 rank = min(number, 1) + (not filters and number % CAPACITIES_BETWEEN > 0) + 0.5 * filters
                 found.append((rank, -size, replace(shape, payload=BlockLimits(capacity=capacity))))
@@ -146,7 +146,7 @@ class ShapesAhead:
         return rows_by_mode(self.decoder, self.max_length)
 
     def _mixed_sizes(self, mode: int, num_prompt_rows: int) -> list[int]:
-        """Numbers of sequences of passes with prompts. Beside prompts a mode with drafts is used only while
+        """Numbers of sequences of passes with prompts. With prompts a mode with drafts is used only while
         its rows are few: beyond that they take as long as those of prompts."""
         widths, maximum = self._widths(), self.max_sequences
         if widths[mode] > min(widths):

@@ -21,8 +21,8 @@ from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.graphs.shapes_ahead import ShapesAhead
-from idlm.infer.runtime.graphs.warm_up import compile_ahead, step_on_meta
+from idlm.infer.runtime.graphs.warm_up import compile_shapes, step_on_meta
+from idlm.infer.runtime.graphs.warm_up_shapes import WarmUpShapes
 from idlm.infer.settings import check_options
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 from idlm.semantics import Semantics
@@ -127,20 +127,20 @@ def _check_variants(parts: EngineParts, maximum: int, compiled: Counter[str]) ->
         warnings.simplefilter("error")
         step = step_on_meta(parts, build._assemble)
     assert not hasattr(decoder, "draft_buffer_Z"), "the engine's own decoder stays as it was"
-    of = ShapesAhead(
+    of = WarmUpShapes(
         decoder=decoder, max_sequences=LIMITS[0], max_length=LIMITS[1], max_prompt_rows=PROMPT_ROWS
     )
-    compile_ahead(step, [*of.prompts(EAGER_ROWS), *of.compiled()])
+    compile_shapes(step, [*of.prompts(EAGER_ROWS), *of.compiled()])
     ahead = Counter(compiled)
     assert 20 < ahead.total() <= maximum, f"each takes a second to compile: {ahead}"
-    compile_ahead(step, of.captured(EAGER_ROWS)[:: 1 if decoder.name == "ar" else 5])
+    compile_shapes(step, of.captured(EAGER_ROWS)[:: 1 if decoder.name == "ar" else 5])
     assert compiled == ahead, "a capture would compile"
     mixed = [
         of.shape(mode, size, context, num_prompt_rows=num_rows)
         for mode in {0, len(decoder.modes) - 1}
         for context, size, num_rows in itertools.product(CONTEXTS, MIXED_SIZES, (640, 1408, 4096))
     ]
-    compile_ahead(step, mixed)
+    compile_shapes(step, mixed)
     assert compiled == ahead, "prompts beside decoding would compile"
 
 
@@ -152,5 +152,5 @@ def test_a_variant_that_does_not_compile_stops_no_later_one() -> None:
 
     step: Any = SimpleNamespace(run=lambda shape: active_mode.get().submit(shape, fail, print))
     shapes: Any = [1, 2]
-    assert compile_ahead(step, shapes) == len(shapes)
+    assert compile_shapes(step, shapes) == len(shapes)
     assert active_mode.get() is None
