@@ -22,7 +22,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export IDLM_TRANSFORMERS4 ?= $(abspath $(VENV))/transformers4
-# What pip did not compile, imports keep: without this each of the many processes of the tests compiles torch,
+# Imports store what pip did not compile: without this each of the many processes of the tests compiles torch,
 # transformers and DeepSpeed again, which takes three times as long as an import.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -28,7 +28,7 @@ def publish(target: Path) -> Iterator[Path]:
     """Yield an empty staging directory; when the body succeeds it becomes `target`, atomically and durably.
 
     An existing `target` is replaced. Its files that are not in its own manifest (logs, training state) are
-    kept; if one of them has the name of a new file, UserError IDLM-0306 is raised. On any exception the
+    retained; if one of them has the name of a new file, UserError IDLM-0306 is raised. On any exception the
     staging directory is removed and `target` stays as it was. A full, quota-limited or read-only disk raises
     UserError IDLM-0301."""
     target = Path(target).resolve()
@@ -46,7 +46,7 @@ def publish(target: Path) -> Iterator[Path]:
             with translate_disk_errors(target, written=staging):
                 yield staging
                 _write_manifest(staging)
-                _keep_foreign_files(target, staging)
+                _copy_foreign_files(target, staging)
                 _open_to_readers(staging)
                 _fsync_tree(staging)
                 _swap(root, target)
@@ -76,7 +76,7 @@ def _write_manifest(staging: Path) -> None:
     (staging / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
 
 
-def _keep_foreign_files(target: Path, staging: Path) -> None:
+def _copy_foreign_files(target: Path, staging: Path) -> None:
     """Hard-link (or copy) the files of `target` that its manifest does not name into `staging`."""
     if not target.exists():
         return
@@ -84,18 +84,18 @@ def _keep_foreign_files(target: Path, staging: Path) -> None:
     found = [target] if not target.is_dir() else [path for path in target.rglob("*") if path not in ours]
     clashes = []
     for path in found:
-        kept = staging / path.relative_to(target)
+        copied = staging / path.relative_to(target)
         is_directory = path.is_dir() and not path.is_symlink()
-        # New files may have the name of the kept one, or of a folder above it.
-        names = [] if is_directory else [kept]
-        names += [one for one in (kept, *kept.parents) if staging in one.parents and not one.is_dir()]
+        # New files may have the name of the copied one, or of a folder above it.
+        names = [] if is_directory else [copied]
+        names += [one for one in (copied, *copied.parents) if staging in one.parents and not one.is_dir()]
         if any(map(os.path.lexists, names)):
             clashes.append(str(path))
         elif is_directory:
-            kept.mkdir(parents=True, exist_ok=True)
+            copied.mkdir(parents=True, exist_ok=True)
         else:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(path, kept)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(path, copied)
     if clashes:
         raise UserError(
             "IDLM-0306",

@@ -143,7 +143,7 @@ class Engine:
 
         Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
         token ids, and the error of the first request that fails (`StreamEvent.error`), and aborts the others.
-        Use `add_request` and `step` to keep their answers."""
+        Use `add_request` and `step` to get their answers."""
         done: dict[tuple[str, int], Completion] = {}
         with self._queued(prompts, params, request_ids) as keys:
             own = {request_id for request_id, _ in keys}
@@ -329,7 +329,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             oom_message = str(error)
-        # Outside of `except`, because the traceback keeps the tensors of the step alive.
+        # Outside of `except`, because the traceback holds the tensors of the step alive.
         if oom_message is not None:
             self._recover_from_oom(oom_message)
         elif is_launched:

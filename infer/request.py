@@ -165,10 +165,10 @@ class Request:
                 break
         return kept
 
-    def count_drafts(self, num_accepted: int, num_tested: int, num_kept: int) -> None:
-        """Count the drafts of one step. Those after the `num_kept` tokens of the answer do not count."""
-        if num_accepted >= num_kept:
-            num_accepted = num_tested = num_kept
+    def count_drafts(self, num_accepted: int, num_tested: int, num_emitted: int) -> None:
+        """Count the drafts of one step. Those after the `num_emitted` tokens of the answer do not count."""
+        if num_accepted >= num_emitted:
+            num_accepted = num_tested = num_emitted
         while len(self.passes_by_tested) <= num_tested:
             self.passes_by_tested.append(0)
             self.passes_by_accepted.append(0)

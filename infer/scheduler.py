@@ -33,8 +33,8 @@ class Scheduler:
     rows a pass has (`prompt_rows`; None: as many as wait), and with decoding sequences it takes at most
     `max_slowdown` times as long as those. `decodes_again`: see `Accelerator`. Passes may be scheduled before
     the results of earlier ones are known: then every sequence counts as long as it can be by then, and none
-    is preempted. `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have
-    several."""
+    is preempted. `num_reserved_lanes` are reserved for clients (users, calls) that have no lane while others
+    have several."""
 
     def __init__(
         self,

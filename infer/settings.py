@@ -59,7 +59,7 @@ class EngineSettings:
     )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = option("KV pages; null lets the memory manager decide", None)
-    prefix_cache: bool = option("share the KV of equal prefixes, and keep it after sequences finish", True)
+    prefix_cache: bool = option("share the KV of equal prefixes, and cache it after sequences finish", True)
     num_inflight_steps: int | None = option(
         "steps launched before the results of earlier ones are read; null is 4 with CUDA graphs, else 0", None
     )

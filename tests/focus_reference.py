@@ -29,9 +29,10 @@ class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
     first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code, not
-    the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all rows
-    and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished block's
-    frozen tokens are computed again ("clean") or not ("unfrozen"). `margin`: choices closer than this raise.
+    the paper: rows see nothing behind the last one that is retained, and a request's first pass keeps all
+    rows and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished
+    block's frozen tokens are computed again ("clean") or not ("unfrozen"). `margin`: choices closer than this
+    raise.
     """
 
     size: int
@@ -65,7 +66,7 @@ class Selection:
     no row may see from the attention of layer 1 on, and what it was decided by.
     """
 
-    kept: tuple[int, ...]
+    retained: tuple[int, ...]
     budget: int
     limit: int
     deltas: dict[int, float]
@@ -152,14 +153,14 @@ def select_by(
 
     number, best = clear_choice(choose, deltas, margin=rules.margin) if rules.margin else choose(deltas)
     if best is None:
-        return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
-    kept = {offset for offset in fed if offset not in masked} | set(best)
-    kept |= {offset - 1 for offset in best if offset - 1 in masked}
-    kept |= {offset for offset in masked if offset < max(kept) and offset not in state.processed}
+        return Selection(retained=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
+    retained = {offset for offset in fed if offset not in masked} | set(best)
+    retained |= {offset - 1 for offset in best if offset - 1 in masked}
+    retained |= {offset for offset in masked if offset < max(retained) and offset not in state.processed}
     return Selection(
-        kept=tuple(sorted(kept)),
+        retained=tuple(sorted(retained)),
         budget=number,
-        limit=max(kept if rules.published else kept | state.processed) + 1,
+        limit=max(retained if rules.published else retained | state.processed) + 1,
         deltas=deltas,
     )
 
@@ -173,9 +174,9 @@ def note(
     for offset in fed_positions(state, rules):
         is_ready = offset == rules.size - 1 or offset + 1 not in masked or rules.stability == "plain"
         if rules.stability != "off" and offset not in masked and is_ready:
-            assert offset in selection.kept
+            assert offset in selection.retained
             state.frozen.add(offset)
-    state.processed |= set(selection.kept)
+    state.processed |= set(selection.retained)
     if not (rules.published and state.is_new):
         state.num_passes += 1
         state.num_decoded += num_decoded
@@ -329,11 +330,11 @@ class SlowFocus(SlowBlocks):
         )
         scale = self.head_dim**-0.5
         selection = select(state, masked, decidable, layers, scale, self.focus)  # type: ignore[arg-type]
-        left = [fed.index(offset) for offset in selection.kept]
+        left = [fed.index(offset) for offset in selection.retained]
         hidden = self._rest(1, hidden[left], queries1[left], start, limit=selection.limit)
         for number in range(2, len(self.model.model.layers)):
-            hidden = self._layer(number, hidden, list(selection.kept), start, limit=selection.limit)
-        return dict(zip(selection.kept, self._head(hidden), strict=True)), selection
+            hidden = self._layer(number, hidden, list(selection.retained), start, limit=selection.limit)
+        return dict(zip(selection.retained, self._head(hidden), strict=True)), selection
 
     def _embed(self, tokens: list[Any]) -> Tensor:
         hidden: Tensor = self.model.model.embed_tokens(torch.tensor(tokens))

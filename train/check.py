@@ -193,7 +193,7 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
     model = config.model
     if model.dtype == "bfloat16" and not uses_deepspeed(config.train) and config.adapter is None:
         yield (
-            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
+            "model.dtype=bfloat16 would store the only copy of the weights in bfloat16, which rounds AdamW's "
             "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
             "model.dtype=float32 train.bf16=true"
         )

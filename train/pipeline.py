@@ -39,7 +39,7 @@ from idlm.train.config.schema import LoopConfig, TrainConfig, with_accumulation
 from idlm.train.data.checks import held_out_text, run_warnings
 from idlm.train.distributed.collectives import from_rank_zero, gather_objects, is_distributed
 from idlm.train.distributed.deepspeed import (
-    keeps_fp32_masters,
+    has_fp32_masters,
     num_parameters,
     num_trained_parameters,
     route_library_output,
@@ -92,7 +92,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         adam_beta2=loop.adam_beta2,
         max_grad_norm=loop.max_grad_norm,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-        bf16=loop.bf16 or keeps_fp32_masters(config),
+        bf16=loop.bf16 or has_fp32_masters(config),
         seed=loop.seed,
         use_cpu=not on_gpu,
         logging_strategy="no",

@@ -38,7 +38,7 @@ from idlm.errors import UserError
 from idlm.log import note_progress, rank
 from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
-from idlm.train.model.attention import KEPT, SEEN, mask_arguments
+from idlm.train.model.attention import SEEN, STORED, mask_arguments
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
 from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
@@ -255,7 +255,7 @@ class BodyAndHead:
         both = {name: torch.cat([noisy[name], clean[name]], dim=1) for name in noisy}
         hidden: list[Tensor] = []
 
-        def keep(hidden_BTD: Tensor) -> Tensor:
+        def collect(hidden_BTD: Tensor) -> Tensor:
             hidden.append(hidden_BTD[0])
             return hidden_BTD.new_zeros(1, 1, 1)
 
@@ -268,7 +268,7 @@ class BodyAndHead:
         self.gate.is_open = False
         with torch.no_grad():
             seen = mask_arguments(_row_meta(clean), attention)
-            self._run(self.model, clean, keep, **seen, clean_keys=KEPT)
+            self._run(self.model, clean, collect, **seen, clean_keys=STORED)
         # It stays so until the next batch: checkpointed layers run again in the backward pass.
         self.gate.is_open = True
         seen = mask_arguments(_row_meta(both), attention, num_queries=noisy["doc_ids"].shape[1])
@@ -323,8 +323,8 @@ def _row_meta(rows: Batch) -> RowMeta:
 
 
 class PreviousMeans(TrainerCallback, ExportableState):
-    """Keeps the global mean losses of the last optimizer step for `train.balance=previous`. They are saved in
-    `trainer_state.json`, whose decimals give the same float32 again."""
+    """Stores the global mean losses of the last optimizer step for `train.balance=previous`. They are saved
+    in `trainer_state.json`, whose decimals give the same float32 again."""
 
     def __init__(self) -> None:
         self.step: TrainingStep | None = None

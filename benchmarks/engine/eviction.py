@@ -184,7 +184,7 @@ def _add_window(bench: Bench, arm: EvictionArm, found: Window) -> None:
     rows = found.requested if evicts else found.computed
     for part, num_rows, expected in (
         ("prefix", rows.fed, implied.prefix_per_token),
-        ("suffix", rows.kept, implied.suffix_per_token),
+        ("suffix", rows.retained, implied.suffix_per_token),
         ("head", rows.head, implied.head / implied.tokens),
     ):
         value = num_rows / found.num_tokens

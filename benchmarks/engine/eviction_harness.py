@@ -187,8 +187,8 @@ class Window:
     num_captured: int = 0
     warm_up: WarmUp = WarmUp()
     num_settling: int = 0
-    requested: PassRows = PassRows(fed=0, kept=0, head=0)
-    computed: PassRows = PassRows(fed=0, kept=0, head=0)
+    requested: PassRows = PassRows(fed=0, retained=0, head=0)
+    computed: PassRows = PassRows(fed=0, retained=0, head=0)
 
     @property
     def step_ms(self) -> float:
@@ -212,7 +212,7 @@ class Window:
     @property
     def padding_share(self) -> float:
         """Rows computed after layer 1 beyond those that were requested."""
-        return self.computed.kept / max(1, self.requested.kept) - 1
+        return self.computed.retained / max(1, self.requested.retained) - 1
 
     def tokens_per_second(self, traced: float) -> float:
         """Tokens of a mean pass of the whole trace (`traced`) in the time of a median one: so the part of the
@@ -296,7 +296,7 @@ class SteadyTrace(SteadyBlocks):
         )
         found.num_pairs, found.num_waits = pairs, waits
         found.requested, found.computed = (
-            PassRows(fed=fed, kept=kept, head=head) for fed, kept, head in (rows[:3], rows[3:])
+            PassRows(fed=fed, retained=retained, head=head) for fed, retained, head in (rows[:3], rows[3:])
         )
 
     def _positions(self) -> dict[int, tuple[int, int, int]]:
@@ -322,7 +322,7 @@ class SteadyTrace(SteadyBlocks):
 def row_counts_of(engine: Any) -> tuple[int, ...]:
     """The engine's cumulative counts of pairs, waits and rows, as numbers."""
     counts = engine.row_counts
-    rows = ((each.fed, each.kept, each.head) for each in (counts.requested, counts.computed))
+    rows = ((each.fed, each.retained, each.head) for each in (counts.requested, counts.computed))
     return (counts.num_pairs, counts.num_waits, *itertools.chain(*rows))
 
 

@@ -65,13 +65,13 @@ class UnmaskTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `kept` after layer 1, of
-    the `head` (masks that are kept), tokens decided; and `committed`: rows of clean blocks, which all layers
-    compute.
+    """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `retained` after layer 1, of
+    the `head` (masks that are retained), tokens decided; and `committed`: rows of clean blocks, which all
+    layers compute.
     """
 
     fed: float
-    kept: float
+    retained: float
     head: float
     tokens: float
     committed: float
@@ -83,7 +83,7 @@ class RowCounts:
 
     @property
     def suffix_per_token(self) -> float:
-        return (self.kept + self.committed) / self.tokens
+        return (self.retained + self.committed) / self.tokens
 
 
 def rules_of(size: int, *, evicts: bool, **more: Any) -> FocusRules:
@@ -92,17 +92,17 @@ def rules_of(size: int, *, evicts: bool, **more: Any) -> FocusRules:
 
 
 def rows_of(blocks: Sequence[BlockTrace], rules: FocusRules, *, evicts: bool) -> RowCounts:
-    """Mean rows of a pass. The decided places must be among those kept: else the trace is not of such an
-    arm.
+    """Mean rows of a pass. The decided positions must be among those retained: else the trace is not of such
+    an arm.
     """
     sums = Counter[str]()
     for block in blocks:
         state = BlockState()
         for masks, decided, values in zip(block.masks(rules.size), block.decided, block.deltas, strict=True):
             selection = _select(state, masks, dict(zip(masks, values, strict=True)), rules, evicts=evicts)
-            kept, masked = set(selection.kept), set(masks)
-            assert set(decided) <= kept, f"{decided=}: it decides rows that are not kept"
-            sums.update(fed=len(fed_positions(state, rules)), kept=len(kept), head=len(kept & masked))
+            left, masked = set(selection.retained), set(masks)
+            assert set(decided) <= left, f"{decided=}: it decides rows that are not retained"
+            sums.update(fed=len(fed_positions(state, rules)), retained=len(left), head=len(left & masked))
             sums.update(tokens=len(decided), passes=1)
             note(state, masks, selection, len(decided), rules)
         sums["committed"] += rules.size - (len(state.frozen) if rules.commit == "unfrozen" else 0)
@@ -113,11 +113,11 @@ def rows_of(blocks: Sequence[BlockTrace], rules: FocusRules, *, evicts: bool) ->
 def _select(
     state: BlockState, masks: list[int], deltas: dict[int, float], rules: FocusRules, *, evicts: bool
 ) -> Selection:
-    """What a pass keeps after layer 1."""
+    """What a pass retains after layer 1."""
     if evicts:
         return select_by(state, masks, masks, deltas, rules)
     everything = tuple(range(rules.size))
-    return Selection(kept=everything, budget=rules.size, limit=rules.size, deltas=deltas)
+    return Selection(retained=everything, budget=rules.size, limit=rules.size, deltas=deltas)
 
 
 def synthetic_trace(block_size: int, *, num_blocks: int = NUM_BLOCKS) -> UnmaskTrace:
@@ -148,9 +148,9 @@ def _drawn(number: int, size: int, *, evicts: bool) -> BlockTrace:
             noise = rng.gauss(0.0, 1.0)
             deltas[mask] = SIGNAL * (mask in decodable) + LEAD * FALL**rank + noise
         selection = _select(state, masks, deltas, rules, evicts=evicts)
-        # A pass decides all that are decodable and kept, but one at least.
-        kept = set(selection.kept)
-        decided = sorted(decodable & kept) or [max(kept.intersection(masks), key=lambda mask: deltas[mask])]
+        # A pass decides all that are decodable and retained, but one at least.
+        chosen = set(selection.retained)
+        decided = sorted(decodable & chosen) or [max(chosen.intersection(masks), key=deltas.__getitem__)]
         all_decided.append(tuple(decided))
         all_deltas.append(tuple(deltas.values()))
         note(state, masks, selection, len(decided), rules)
@@ -168,10 +168,10 @@ def limit_ms(model: LoadedModel, rows: RowCounts, *, batch: int, slots: float, r
     spec, item, stream, product = model.local, model.dtype.itemsize, rates.stream, rates.product
     *weights, head = [weight.numel() for weight in weights_of(model)]
     prefix = sum(weights[: MATRICES + 1])
-    fed, kept = rows.fed + rows.committed, rows.kept + rows.committed
-    parts = ((prefix, fed), (sum(weights) - prefix, kept), (head, rows.head))
+    fed, retained = rows.fed + rows.committed, rows.retained + rows.committed
+    parts = ((prefix, fed), (sum(weights) - prefix, retained), (head, rows.head))
     seconds = sum(max(2 * num * batch * each / product, num * item / stream) for num, each in parts)
-    attended = fed + (spec.num_layers - 1) * kept
+    attended = fed + (spec.num_layers - 1) * retained
     flops = 4 * spec.num_heads * spec.head_dim * batch * attended * slots
     return 1e3 * (seconds + max(flops / product, batch * slots * slot_bytes(model) / stream))
 
@@ -179,4 +179,4 @@ def limit_ms(model: LoadedModel, rows: RowCounts, *, batch: int, slots: float, r
 def linear_flops(model: LoadedModel, rows: RowCounts, *, batch: int) -> float:
     """FLOPs of all linears of a mean pass without eviction."""
     *weights, head = [weight.numel() for weight in weights_of(model)]
-    return 2.0 * batch * (sum(weights) * (rows.kept + rows.committed) + head * rows.head)
+    return 2.0 * batch * (sum(weights) * (rows.retained + rows.committed) + head * rows.head)

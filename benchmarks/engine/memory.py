@@ -255,10 +255,10 @@ MIB = 1 << 20
 def save_timelines(found: Mapping[str, dict[str, Any]], results: Path) -> Path:
     """Add the points of each arm to the file of timelines; those of other arms stay."""
     path = results / TIMELINES
-    kept = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    kept |= {arm: {"points": answer["points"]} for arm, answer in found.items() if answer["points"]}
+    points = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    points |= {arm: {"points": answer["points"]} for arm, answer in found.items() if answer["points"]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept) + "\n", "utf-8")
+    path.write_text(json.dumps(points) + "\n", "utf-8")
     return path
 
 

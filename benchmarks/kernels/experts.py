@@ -46,7 +46,7 @@ class Layer:
         self.gate_up, self.down = self.drawn(NUM_EXPERTS, 2 * FFN, WIDTH), self.drawn(NUM_EXPERTS, WIDTH, FFN)
 
     def drawn(self, *shape: int) -> Tensor:
-        """Random weights whose products keep the size of rows."""
+        """Random weights whose products have the size of rows."""
         return torch.randn(shape, device="cuda", dtype=BF16) * shape[-1] ** -0.5
 
     def rows(self, num: int) -> Tensor:

@@ -92,7 +92,7 @@ def slow_answers(
 
 
 def passes(result: ArmResult, base: ArmResult) -> bool | None:
-    """Whether the judged threshold keeps the model's quality; None for every other arm."""
+    """Whether the judged threshold preserves the model's quality; None for every other arm."""
     return None if result.arm.threshold != JUDGED else result.share >= base.share - ALLOWED_LOSS
 
 

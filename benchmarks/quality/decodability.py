@@ -5,7 +5,7 @@
 
 It needs a block-diffusion checkpoint (recipes tiny_block32, tiny_deep32). Decoding is greedy on held-out
 questions, the same in every arm, in blocks of the model's size. `judged` compares full blocks and FOCUS by
-threshold; `selection` keeps the K masks of highest, random and lowest delta (table 3 of FOCUS).
+threshold; `selection` retains the K masks of highest, random and lowest delta (table 3 of FOCUS).
 `rows_per_token` (table 5) counts rows after layer 1, clean blocks that are stored included, prompts left
 out. A difference is one of paired answers.
 """
@@ -45,7 +45,7 @@ SELECTIONS = (TOP, RANDOM, BOTTOM)
 
 @contextlib.contextmanager
 def selecting(name: str, k: int) -> Iterator[None]:
-    """Keep K masks of the highest, lowest or random deltas in place of FOCUS's budget (section 5.1). With
+    """Retain K masks of the highest, lowest or random deltas in place of FOCUS's budget (section 5.1). With
     each go its predecessor and the masks to its left without keys and values.
     """
 
@@ -60,10 +60,10 @@ def selecting(name: str, k: int) -> Iterator[None]:
         chosen_BW = best(deltas_BW, view.active.is_maskable_BW & is_mask_BW, budget_B)
         evicts_B = self._started.mine_B & (is_mask_BW.sum(dim=1) > k)
         context_BW = with_context(chosen_BW, is_mask_BW, fed_BW, processed_BW)
-        kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
-        index_W = torch.arange(size, device=kept_BW.device)
-        ends_B = torch.where(kept_BW | processed_BW, index_W + 1, 0).amax(dim=1)
-        return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
+        left_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
+        index_W = torch.arange(size, device=left_BW.device)
+        ends_B = torch.where(left_BW | processed_BW, index_W + 1, 0).amax(dim=1)
+        return Selected(retained_BW=left_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
     with patch.object(FocusPass, "_select", select):
         yield
@@ -184,13 +184,13 @@ def judged(bench: Bench) -> None:
         base = bench.full(threshold)
         bench.add(base, base)
         found = bench.result(Arm(name=FOCUS, threshold=threshold, accelerators={"focus": {}}))
-        bench.add(found, base, gate=keeps_quality(found, base))
+        bench.add(found, base, gate=preserves_quality(found, base))
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {"judged": judged, "selection": selection}
 
 
-def keeps_quality(found: Result, base: Result) -> bool | None:
+def preserves_quality(found: Result, base: Result) -> bool | None:
     """Whether FOCUS as it is by default loses no more than two points; None for what is not judged."""
     arm = found.arm
     if arm.threshold != JUDGED or arm.case()["alpha"] != ALPHA:
@@ -210,8 +210,8 @@ def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evalua
     size = engine.semantics.block_size
     assert engine.tokenizer is not None and size is not None
     prompts = [len(encode_prompt(engine.tokenizer, sample.prompt)) for sample in samples]
-    if engine.row_counts.requested.kept:
-        return engine.row_counts.requested.kept - sum(length // size * size for length in prompts)
+    if engine.row_counts.requested.retained:
+        return engine.row_counts.requested.retained - sum(length // size * size for length in prompts)
     answers = [len(done.token_ids) for done in evaluation.completions]
     ends = zip(prompts, answers, strict=True)
     num_blocks = sum(-(-(prompt + answer) // size) - prompt // size for prompt, answer in ends)

@@ -1,7 +1,7 @@
 """Which slots before a block its rows attend to while it is denoised, and what accelerators choose of them.
 
 `Probe` runs a checkpoint through transformers' modules, layer by layer: the context once, then passes over a
-block, of which it keeps the queries. Sets are computed from these with exact attention in every pass, as in
+block, of which it stores the queries. Sets are computed from these with exact attention in every pass, as in
 MAGE's paper (ICML 2026 workshop AdaptFM, equations 1 and 2): what a set misses changes no later pass.
 W positions of a block, P slots before it, R rows, N query heads, K KV heads, G = N / K, H head dim, D width,
 T pages, V vocabulary.
@@ -43,7 +43,7 @@ class Probe:
         self.size, self.device = size, device
 
     def read(self, ids: Sequence[int]) -> None:
-        """Compute and keep the keys and values of a context of whole blocks."""
+        """Compute and store the keys and values of a context of whole blocks."""
         assert len(ids) % self.size == 0, f"{len(ids)=} {self.size=}"
         self._before: list[tuple[Tensor, Tensor]] = []
         self._before = [(k, v) for _, k, v in self._run(list(ids))[1]]

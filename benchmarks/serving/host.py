@@ -71,7 +71,7 @@ class StubStep:
         counts_BJ[:, 8:].random_(4, self.vocab_size)
         self.num_pairs += int((batch.num_feed_B > 0).sum())
         self.seconds += time.process_time() - begin
-        return StepResult(counts_BJ=counts_BJ, widths=PassRows(fed=0, kept=0, head=0))
+        return StepResult(counts_BJ=counts_BJ, widths=PassRows(fed=0, retained=0, head=0))
 
 
 def stub_engine(decoder: str, *, num_sequences: int, max_length: int, stride: int) -> tuple[Engine, StubStep]:

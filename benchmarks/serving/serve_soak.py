@@ -1,4 +1,4 @@
-"""Many streams, of which some are left at a random chunk: what `idlm-serve` keeps, and what others read.
+"""Many streams, of which some are left at a random chunk: what `idlm-serve` holds, and what others read.
 
     python -m benchmarks.serve_soak [requests=10000] [concurrency=256] [leave=0.3] [answer=16]
         [path=CHECKPOINT] [record=true]

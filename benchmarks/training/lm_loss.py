@@ -107,17 +107,17 @@ def _checked(
         for _ in range(WARM_UPS):
             one_pass(problem, loss)
         extra[name] = extra_memory(problem, loss)
-        value = one_pass(problem, loss, keeps_gradients=True)
+        value = one_pass(problem, loss, stores_gradients=True)
         errors[name] = errors_of(problem, value, truth)
         forget_gradients(problem)
     return extra, errors
 
 
-def one_pass(problem: Problem, loss: Loss, *, keeps_gradients: bool = False) -> Tensor:
+def one_pass(problem: Problem, loss: Loss, *, stores_gradients: bool = False) -> Tensor:
     """Forward and backward; returns the loss."""
     value = loss(problem.hidden, problem.weight, problem.labels)
     value.backward()
-    if not keeps_gradients:
+    if not stores_gradients:
         forget_gradients(problem)
     return value.detach()
 
@@ -132,7 +132,7 @@ def extra_memory(problem: Problem, loss: Loss) -> float:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    value = one_pass(problem, loss, keeps_gradients=True)
+    value = one_pass(problem, loss, stores_gradients=True)
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated()
     peak = torch.cuda.max_memory_allocated()

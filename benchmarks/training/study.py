@@ -1,4 +1,4 @@
-"""What a conversion keeps of a small AR model, at equal FLOPs, on chains of sums that are checked.
+"""What a conversion retains of a small AR model, at equal FLOPs, on chains of sums that are checked.
 
     python -m benchmarks.study seed=0 [arms=base,ar,idlm_4,block_4,lora_4]     trains, decodes, records
     python -m benchmarks.study part=table                  rows and plots (docs/plots) from all records

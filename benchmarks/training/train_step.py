@@ -84,7 +84,7 @@ class Shape:
             return [f"train.accumulation={accumulation or self.accumulation}"]
         batch_size, num_batches = self.lora
         if MODES[arm] == "ungated_lora":
-            # It keeps clean rows too for the backward pass.
+            # It saves clean rows too for the backward pass.
             batch_size, num_batches = batch_size // 2, 2 * num_batches
         return [f"train.batch_size={batch_size}", f"train.accumulation={num_batches}"]
 

@@ -29,7 +29,7 @@ owns_process = False
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command like Ctrl-C: finished work is kept."""
+    """SIGTERM, which ends a command like Ctrl-C: finished work is saved."""
 
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def _ended_once(template: Template, messages: Sequence[Message], special: frozen
     """Return the messages, whose answers do not end in the token that the template appends."""
     tokenizer = template.tokenizer
     ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
-    kept: list[Message] = list(messages)
+    trimmed: list[Message] = list(messages)
     for turn, message in enumerate(messages):
         content = (message.get("content") or "") if message["role"] == "assistant" else ""
         if isinstance(content, str) and content.rstrip().endswith(ends):
@@ -101,8 +101,8 @@ def _ended_once(template: Template, messages: Sequence[Message], special: frozen
                 if not (after.startswith(found) or is_eos):
                     break
                 content = content.rstrip().removesuffix(found)
-            kept[turn] = {**message, "content": content}
-    return kept
+            trimmed[turn] = {**message, "content": content}
+    return trimmed
 
 
 def _cut(

@@ -32,7 +32,7 @@ def _is_piecewise(tokenizer: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def _known_texts(tokenizer: Any, keeps_hidden: bool) -> dict[int, tuple[str, str]]:
+def _known_texts(tokenizer: Any, shows_hidden: bool) -> dict[int, tuple[str, str]]:
     """Texts of ids, as far as they were needed: after another token, and alone."""
     return {}
 
@@ -44,12 +44,12 @@ class Detokenizer:
     unchanged. A character split over several tokens is held back until it is complete or can no longer become
     so: each byte token that belongs to no character becomes one U+FFFD, where transformers replaces a whole
     run of them, with characters before it that a stream could not take back. Ids without a token are dropped,
-    and hidden tokens unless `keeps_hidden`. A stream of n ids takes time in the order of n."""
+    and hidden tokens unless `shows_hidden`. A stream of n ids takes time in the order of n."""
 
-    def __init__(self, tokenizer: Any, *, keeps_hidden: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, shows_hidden: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._dropped = frozenset() if keeps_hidden else hidden_token_ids(tokenizer)
-        self._is_piecewise, self._known = _is_piecewise(tokenizer), _known_texts(tokenizer, keeps_hidden)
+        self._dropped = frozenset() if shows_hidden else hidden_token_ids(tokenizer)
+        self._is_piecewise, self._known = _is_piecewise(tokenizer), _known_texts(tokenizer, shows_hidden)
         # Decoding starts one settled group early, because some decoders strip the first token's space.
         self._context: list[int] = []
         self._before = ""
@@ -64,7 +64,7 @@ class Detokenizer:
             if follows and token_id in known:
                 text, self._before = known[token_id]
                 self._context = [token_id]
-            elif self.kept([token_id]):
+            elif self.visible([token_id]):
                 text = self._push_one(token_id)
                 is_whole = not self._pending and self._context == [token_id] and REPLACEMENT not in text
                 if follows and is_whole and self._is_piecewise:
@@ -78,7 +78,7 @@ class Detokenizer:
         """Return the text still held back; an incomplete character becomes U+FFFD."""
         return self._take_whole(self._text(self._pending), len(self._pending)) if self._pending else ""
 
-    def kept(self, token_ids: Iterable[int]) -> list[int]:
+    def visible(self, token_ids: Iterable[int]) -> list[int]:
         """Return those of the ids that are text."""
         given = list(token_ids)
         # Look up each id once: a long answer has few different ids, and the look-up costs more than decoding.
@@ -144,6 +144,6 @@ class Detokenizer:
 def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text that a stream of these ids gives, decoded in one call if no character is broken."""
     detokenizer = Detokenizer(tokenizer)
-    kept = detokenizer.kept(token_ids)
-    text = plain_text(tokenizer, kept)
-    return text if REPLACEMENT not in text else detokenizer.push(kept) + detokenizer.flush()
+    shown = detokenizer.visible(token_ids)
+    text = plain_text(tokenizer, shown)
+    return text if REPLACEMENT not in text else detokenizer.push(shown) + detokenizer.flush()

@@ -54,8 +54,8 @@ def left_out(
     pieces of those turns must be.
 
     A short piece occurs anywhere by chance, and one of two equal ones hides the other. For these, `redraw`
-    renders the same roles and fields with words that do neither; `known` keeps the numbers of the pieces that
-    vanish from each such form."""
+    renders the same roles and fields with words that do neither; `known` stores the numbers of the pieces
+    that vanish from each such form."""
     pieces = _pieces(messages, tools)
     renderings, everywhere = {turn: Rendering(text) for turn, text in answers.items()}, Rendering(whole)
     lost = [not renderings.get(piece.turn, everywhere).has(piece.text) for piece in pieces]

@@ -49,10 +49,10 @@ class TokenBytes:
 
 class TokenOffsets:
     """Counts the characters of a text before each of its tokens; tokens of one character begin where it does.
-    `keeps_hidden`: the text has special tokens too, as a prompt may."""
+    `shows_hidden`: the text has special tokens too, as a prompt may."""
 
-    def __init__(self, tokenizer: Any, *, start: int = 0, keeps_hidden: bool = False) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, keeps_hidden=keeps_hidden)
+    def __init__(self, tokenizer: Any, *, start: int = 0, shows_hidden: bool = False) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, shows_hidden=shows_hidden)
         self._num_chars = start
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
@@ -69,5 +69,5 @@ def prompt_offsets(tokenizer: Any, prompt: str | list[int], token_ids: list[int]
     there."""
     prefix = [] if tokenizer is None or not isinstance(prompt, str) else added_prefix(tokenizer)
     num_before = len(prefix) if token_ids[: len(prefix)] == prefix else 0
-    positions = TokenOffsets(tokenizer, keeps_hidden=True)
+    positions = TokenOffsets(tokenizer, shows_hidden=True)
     return [0] * num_before + positions.push(token_ids[num_before:])

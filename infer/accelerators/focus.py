@@ -44,12 +44,12 @@ class FocusConfig:
     and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
     attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
     decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
-    request keeps its KV. `rule`: what the "paper" and the "published" code do differently, see `Focus`.
+    request retains its KV. `rule`: what the "paper" and the "published" code do differently, see `Focus`.
 
     `stability`: decoded tokens that were computed once more are frozen if their right "neighbour" is decoded
     (the paper's DC+), whatever their neighbour is ("plain", its DC), or not at all ("off"). `commit`: of a
     finished block all rows are computed again ("clean"), or only the "unfrozen" ones, as the paper describes:
-    cheaper by a row per token, while frozen tokens keep keys and values that saw masks to their right."""
+    cheaper by a row per token, while frozen tokens have keys and values that saw masks to their right."""
 
     alpha: float = 1.5
     importance: Literal["masked", "block"] = "masked"
@@ -77,7 +77,7 @@ class FocusPass(RowsPass):
         )
         self._rules = StateRules(
             of_request=config.mean == "request",
-            keeps_stored=config.commit == "unfrozen",
+            retains_stored=config.commit == "unfrozen",
             shifted=shifted,
             prefills=config.rule == "published",
             stability=config.stability,
@@ -89,7 +89,7 @@ class FocusPass(RowsPass):
     def initial_rows(self) -> RowSelection | None:
         """Return all rows but frozen tokens. An edited token thaws: the stored keys are those of another
         token."""
-        return RowSelection(keep_R=self._started.keep_R, drops_stored=self._rules.keeps_stored)
+        return RowSelection(keep_R=self._started.keep_R, drops_stored=self._rules.retains_stored)
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """Measure in layer 0, select in layer 1."""
@@ -102,13 +102,13 @@ class FocusPass(RowsPass):
             return None
         selected = self._select(self._first_BPW, found_BPW)
         self.budget_B = selected.budget_B
-        starts_B, num_rows = view.active.starts_B, len(q_RNH)
-        keep_R, limits_R = spread_index(selected.kept_BW, selected.ends_B, starts_B, view.rows_BW, num_rows)
+        where = view.active.starts_B, view.rows_BW, len(q_RNH)
+        keep_R, limits_R = spread_index(selected.retained_BW, selected.ends_B, *where)
         return RowSelection(keep_R=keep_R, limits_R=limits_R)
 
     def finish(self) -> None:
-        """Kept positions have keys and values in all layers now; decoded ones with decoded right neighbours
-        freeze."""
+        """Retained positions have keys and values in all layers now; decoded ones with decoded right
+        neighbours freeze."""
         view = self.view
         finish_blocks(
             self._memory, self._fed, self._started, self._rules, rows_BW=view.rows_BW, waits_B=view.waits_B
@@ -164,11 +164,11 @@ class Focus(RowsAccelerator):
 
     `rule="paper"` follows the paper where the published code differs: from the attention of layer 1 on, rows
     see their block up to the last position that was ever processed, where the code stops at the last row
-    kept in this pass, which hides frozen tokens to the right of it; and the first pass of a request evicts,
-    with an average of 1 (Algorithm 1), where the code's first pass is the prefill, which keeps all rows and
-    does not count in the average. `rule="published"` does both as the code does; a request that lost its KV
-    begins with such a prefill again. With both, masks are decided above the threshold (`>`), where the code
-    takes those that reach it (`>=`): that is the decoder's rule."""
+    retained in this pass, which hides frozen tokens to the right of it; and the first pass of a request
+    evicts, with an average of 1 (Algorithm 1), where the code's first pass is the prefill, which retains all
+    rows and does not count in the average. `rule="published"` does both as the code does; a request that lost
+    its KV begins with such a prefill again. With both, masks are decided above the threshold (`>`), where the
+    code takes those that reach it (`>=`): that is the decoder's rule."""
 
     name: ClassVar[str] = "focus"
     is_static: ClassVar[bool] = True

@@ -20,7 +20,7 @@ from idlm.infer.sparse.accelerator import ACCELERATORS, PassView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MageConfig:
-    """`k`: slots before the block that a KV head keeps. `exact_layers`: number of layers that see all."""
+    """`k`: slots before the block that a KV head selects. `exact_layers`: number of layers that see all."""
 
     k: int = 512
     exact_layers: int = 2

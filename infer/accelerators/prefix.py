@@ -1,8 +1,8 @@
 """Base of kv-side accelerators that rank the slots before a block once, by the attention of the block's
-queries to them, and keep the best of them per layer and KV head for the block's other passes.
+queries to them, and select the best of them per layer and KV head for the block's other passes.
 
 All layers are ranked at once after the last one, by `kernels/prefix_ranking`: attention leaves each row's
-softmax sums over the slots before its block, and the pass keeps the queries of blocks. Lists hold logical
+softmax sums over the slots before its block, and the pass stores the queries of blocks. Lists hold logical
 slots, so they stay right when the prefix cache swaps a page.
 B sequences, R rows, W positions of a block, S physical slots, C listed slots, N query heads, K KV heads, H
 head dim, L sparse layers, Z lanes, X positions of all blocks of a pass.
@@ -26,8 +26,8 @@ from idlm.kernels.row_compaction import gather_rows
 
 EVERYTHING = 1 << 30
 """A budget above the length of any prefix."""
-KEPT_ROWS = 512
-"""A pass of at most this many rows keeps the fused product of each sparse layer until its end. A larger one
+STORED_ROWS = 512
+"""A pass of at most this many rows holds the fused product of each sparse layer until its end. A larger one
 copies the rows of blocks, which costs a launch a layer but little memory: most of its rows are prompts."""
 
 
@@ -48,8 +48,8 @@ class PrefixSets:
 class PrefixPass(KVPass):
     """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
 
-    What ranking needs is kept of all sequences, so that no shape depends on who ranks; ranking kernels end at
-    once for a sequence that does not."""
+    What ranking needs is stored of all sequences, so that no shape depends on who ranks; ranking kernels end
+    at once for a sequence that does not."""
 
     lists_ascend: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class PrefixPass(KVPass):
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
         self._lists_LBKC = sets.slots_LZKC[:, view.plan.lanes_B]
-        self._copies = len(view.plan.slots_R) > KEPT_ROWS
+        self._copies = len(view.plan.slots_R) > STORED_ROWS
         self._rows: list[tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = []
         """Of each layer that is not copied yet: queries and sums of all rows, and the rows of blocks."""
         self._positions: list[Tensor] = []
@@ -70,7 +70,7 @@ class PrefixPass(KVPass):
         return None if index < 0 else self._lists_LBKC[index]
 
     def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock:
-        """Keep the queries, and return where attention leaves their sums."""
+        """Store the queries, and return where attention leaves their sums."""
         if self._copies:
             self._copy_positions()
         highest_RN, totals_RN = q_RNH.new_empty(2, *q_RNH.shape[:2], dtype=torch.float32)
@@ -82,7 +82,7 @@ class PrefixPass(KVPass):
         view, sets = self.view, self._sets
         cache, first = view.cache, sets.exact_layers
         ranks_B = self._ranks_B & ~view.waits_B
-        (q_LXNH, max_LXN, sum_LXN), rows_BW = self._kept()
+        (q_LXNH, max_LXN, sum_LXN), rows_BW = self._stored()
         ranking = RankingPass(
             q_LRNH=q_LXNH,
             max_LRN=max_LXN,
@@ -100,7 +100,7 @@ class PrefixPass(KVPass):
         rank_prefix(ranking, view.plan.lanes_B, sets.slots_LZKC)
         sets.memory.claim(view, ranks_B)
 
-    def _kept(self) -> tuple[list[Tensor], Tensor]:
+    def _stored(self) -> tuple[list[Tensor], Tensor]:
         """Queries and sums of all layers, and the row [B, W] of each position in them."""
         last_BW = self._rows[-1][1]
         # Rows are numbered anew where some are dropped, positions are not.
@@ -124,7 +124,7 @@ class PrefixPass(KVPass):
 
 
 class PrefixAccelerator(KVAccelerator, ABC):
-    """Keeps the sets of each lane's active block. The Config has `k` and `exact_layers`."""
+    """Stores the sets of each lane's active block. The Config has `k` and `exact_layers`."""
 
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
     is_static: ClassVar[bool] = True
@@ -151,8 +151,8 @@ class PrefixAccelerator(KVAccelerator, ABC):
         index_bytes = spec.heads.num_heads * head_bytes + sum_bytes
         # A row in place holds the fused product.
         row_bytes = index_bytes + 2 * spec.heads.num_kv_heads * head_bytes
-        kept = num_layers * min(spec.max_rows, KEPT_ROWS) * (row_bytes + index_bytes)
-        if spec.max_rows > KEPT_ROWS:
+        kept = num_layers * min(spec.max_rows, STORED_ROWS) * (row_bytes + index_bytes)
+        if spec.max_rows > STORED_ROWS:
             # Of a copied layer the product is held during the next one. A pass is padded to at most half as
             # many sequences again.
             num_positions = min(spec.max_rows, 3 * spec.num_lanes * spec.block_size // 2)

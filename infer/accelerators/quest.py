@@ -49,7 +49,7 @@ class QuestConfig:
 
 @ACCELERATORS.register("quest")
 class Quest(KVAccelerator):
-    """Keeps bounds of the keys of each of the engine's pages, and nothing per lane."""
+    """Stores bounds of the keys of each of the engine's pages, and nothing per lane."""
 
     name: ClassVar[str] = "quest"
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}

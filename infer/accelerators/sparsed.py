@@ -28,8 +28,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsedConfig:
-    """`k`: slots before the block that a KV head keeps. `exact_share`: share of the block's steps, rounded up
-    and at least one, that see all. `exact_layers`: number of layers that always do."""
+    """`k`: slots before the block that a KV head selects. `exact_share`: share of the block's steps, rounded
+    up and at least one, that see all. `exact_layers`: number of layers that always do."""
 
     k: int = 512
     exact_share: float = 0.2

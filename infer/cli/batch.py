@@ -127,7 +127,7 @@ def answer_lines(
     engine refuses, before the first answer."""
     num_answers, lines = check_lines(engine, read()), read()
     if earlier is not None:
-        lines, num_answers = earlier.missing, num_answers - len(earlier.kept_lines)
+        lines, num_answers = earlier.missing, num_answers - len(earlier.finished_lines)
     with AnswerProgress(engine_name(engine), total=num_answers, is_shown=config.stats) as progress:
         run = AnswerRun(engine, lines, progress=progress)
         if config.output is not None:
@@ -193,7 +193,7 @@ def resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> Res
         print(f"skipped lines without a whole record: {where}", file=sys.stderr)
     again = f"; {found.num_failed} requests failed and are answered again" * (found.num_failed > 0)
     if not (found.is_whole and earlier == output):
-        print(f"{len(found.kept_lines)} answers are in {earlier} already{again}", file=sys.stderr)
+        print(f"{len(found.finished_lines)} answers are in {earlier} already{again}", file=sys.stderr)
     return found
 
 

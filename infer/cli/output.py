@@ -109,24 +109,24 @@ def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:
         raise UserError(
             "IDLM-0431",
             f"{str(partial)!r} exists: the answers of an interrupted run",
-            fix="give resume=true to continue it, overwrite=true, or keep it under another name",
+            fix="give resume=true to continue it, overwrite=true, or move it",
         )
 
 
 @contextmanager
 def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str = "") -> Iterator[AnswerFile]:
-    """Write to `<output>.partial`, which begins with the kept answers of `earlier`, and rename it at the end.
-    When the run is stopped, print where the finished answers are, followed by `advice`."""
-    partial, num_kept = partial_path(output), 0
+    """Write to `<output>.partial`, which begins with the finished answers of `earlier`, and rename it at the
+    end. When the run is stopped, print where the finished answers are, followed by `advice`."""
+    partial, num_finished = partial_path(output), 0
     caller_error: BaseException | None = None
     try:
         if earlier is not None:
-            _copy_kept(earlier, partial)
-            num_kept = len(earlier.kept_lines)
+            _copy_finished(earlier, partial)
+            num_finished = len(earlier.finished_lines)
         # JSON can escape what is not valid Unicode, such as a path.
         escapes = "backslashreplace"
         with partial.open("w" if earlier is None else "a", encoding="utf-8", errors=escapes) as out:
-            answers = AnswerFile(out, partial, num_kept)
+            answers = AnswerFile(out, partial, num_finished)
             try:
                 yield answers
             except BaseException as error:
@@ -146,13 +146,13 @@ def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str 
         raise _cannot_write(partial, error) from error
 
 
-def _copy_kept(earlier: ResumeState, partial: Path) -> None:
-    """Write the kept answers to `partial` in one step; until then `earlier.source` is unchanged."""
+def _copy_finished(earlier: ResumeState, partial: Path) -> None:
+    """Write the finished answers to `partial` in one step; until then `earlier.source` is unchanged."""
     new = Path(f"{partial}.new")
     try:
         with earlier.source.open("rb") as source, new.open("wb") as copy:
             copy.writelines(
-                line for number, line in enumerate(source, start=1) if number in earlier.kept_lines
+                line for number, line in enumerate(source, start=1) if number in earlier.finished_lines
             )
             copy.flush()
             os.fsync(copy.fileno())

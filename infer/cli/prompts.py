@@ -45,7 +45,7 @@ def read_prompts(
     path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file, which may be compressed. `sampling` applies where a line sets nothing
-    else. `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown
+    else. `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` copies unknown
     keys for the output record. UserError for other lines."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
     with translate_path_errors("IDLM-0430", path, fix=fix):
@@ -119,7 +119,7 @@ def _record(where: str, record: Any) -> dict[str, Any]:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; ValueError for a repeated key, of which json would keep the last."""
+    """The object of `pairs`; ValueError for a repeated key, of which json would return the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

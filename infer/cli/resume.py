@@ -1,4 +1,4 @@
-"""Continue the answers of an earlier run: finished answers are kept, missing and failed ones are generated.
+"""Continue the answers of an earlier run: finished answers are reused, missing and failed ones are generated.
 
 A record belongs to the line of the input with its request id and prompt. It must have been made with the
 settings that the line has now: `run_config`, by key of the command line, without defaults."""
@@ -49,12 +49,12 @@ RunConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """What an earlier run left in `source`, by its line numbers: `kept_lines` hold the answers to keep, and
-    `broken_lines` hold neither a record nor a blank. `missing` yields the lines of the input to answer:
+    """What an earlier run left in `source`, by its line numbers: `finished_lines` hold the finished answers,
+    and `broken_lines` hold neither a record nor a blank. `missing` yields the lines of the input to answer:
     `num_failed` have a failed sample, the other `num_unanswered` lack one."""
 
     source: Path
-    kept_lines: frozenset[int]
+    finished_lines: frozenset[int]
     broken_lines: tuple[int, ...]
     num_failed: int
     num_unanswered: int
@@ -67,7 +67,7 @@ class ResumeState:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What the records of one line of the input must say. It keeps a hash of the prompt, to save memory."""
+    """What the records of one line of the input must have. It stores a hash of the prompt, to save memory."""
 
     location: str
     num_samples: int
@@ -106,7 +106,7 @@ def find_resume_state(
     }
     return ResumeState(
         source=source,
-        kept_lines=frozenset(number for request_id in answered for number in found[request_id].values()),
+        finished_lines=frozenset(number for request_id in answered for number in found[request_id].values()),
         broken_lines=tuple(broken),
         num_failed=len(failed),
         num_unanswered=len(expected) - len(answered) - len(failed),
@@ -120,7 +120,7 @@ def _check_record(source: Path, record: dict[str, Any], line: _Expected | None, 
         raise UserError(
             "IDLM-0444",
             f"{str(source)!r} has an answer that belongs to no line of the input: {shown:.80}",
-            fix="continue with the same input= and system=, or keep that file under another name",
+            fix="continue with the same input= and system=, or move that file",
         )
     # A failed answer is generated again, so its settings do not matter.
     made = record["run_config"]

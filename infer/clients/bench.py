@@ -202,8 +202,8 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
 
 
 def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
-    """Compare greedy answers of an arm with those of the first arm, kept in `first`; returns how many tokens
-    were compared. None for other servers, other ways of decoding than ar and isd, and lossy settings."""
+    """Compare greedy answers of an arm with those of the first arm (`first`); returns how many tokens were
+    compared. None for other servers, other ways of decoding than ar and isd, and lossy settings."""
     is_comparable = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
     if not first:
         is_plain = is_comparable and arm.case["decoder"] == "ar"

@@ -31,7 +31,7 @@ COMMANDS = {
     "/system TEXT": "set the system prompt; without a text there is none",
     "/set NAME=VALUE": "change a sampling setting (temperature=0); alone it shows all",
     "/help": "show these lines; a turn with a slash first needs a space before it",
-    "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer and keeps what is there",
+    "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer, of which the text so far stays",
 }
 FIXED = ("n", "logprobs")
 

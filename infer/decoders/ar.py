@@ -60,7 +60,7 @@ class ArDecoder(Decoder):
         rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
         logits_XV = wanted.logits()
         if batch.grammars is not None:
-            logits_XV = batch.grammars.masked(logits_XV, len(rows_B), keeps=batch.num_top is not None)
+            logits_XV = batch.grammars.masked(logits_XV, len(rows_B), copies=batch.num_top is not None)
         probs = table.probs(logits_XV, plan.lanes_B, batch.filters)
         token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()

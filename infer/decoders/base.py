@@ -47,7 +47,7 @@ class Decoder(ABC):
     name: ClassVar[str]
     Config: ClassVar[type]
     baseline: ClassVar[Mapping[str, Any] | None] = None
-    baseline_keeps: ClassVar[tuple[str, ...]] = ()
+    baseline_options: ClassVar[tuple[str, ...]] = ()
     """Options that its baseline takes over from the decoder that it is compared with."""
     default_max_tokens: ClassVar[int] = 512
     """`max_tokens` of a request that gives none."""

@@ -104,7 +104,7 @@ def without_dropped(plan: StepPlan, dropped: DroppedRows) -> StepPlan:
 
 
 MAX_TOP = 20
-"""Alternatives of a token that are kept at most."""
+"""Alternatives of a token that are stored at most."""
 
 
 class DecidedScores:
@@ -113,7 +113,7 @@ class DecidedScores:
     def __init__(self, blocks: BlockLanes, shape: BlockShape, vocab_size: int) -> None:
         self._blocks, self._shape = blocks, shape
         sizes, maximum = (*blocks.tokens_ZW.shape,), min(MAX_TOP, vocab_size)
-        self._kept = Logprobs(
+        self._stored = Logprobs(
             blocks.tokens_ZW.new_zeros(sizes, dtype=torch.float64),
             blocks.tokens_ZW.new_zeros((*sizes, maximum)),
             blocks.tokens_ZW.new_zeros((*sizes, maximum), dtype=torch.float64),
@@ -128,7 +128,7 @@ class DecidedScores:
     def note(
         self, plan: StepPlan, logits_XV: Tensor, proposed: Proposed, num_emitted_B: Tensor, *, num_top: int
     ) -> Logprobs:
-        """Keep the numbers of what the pass has decided or rewritten; returns those of the emitted tokens."""
+        """Store the numbers of what the pass decided or rewrote; returns those of the emitted tokens."""
         lanes_B, blocks, wanted = plan.lanes_B, self._blocks, deciding(plan).wanted
         (tokens_before_BW, decided_before_BW, is_read_BW), tokens_BW = self._before, blocks.tokens_ZW[lanes_B]
         decided_BW = blocks.is_decided_ZW[lanes_B] | (num_emitted_B > 0)[:, None]
@@ -137,11 +137,11 @@ class DecidedScores:
         logits_XV = logits_XV.clone()
         logits_XV[:, self._shape.mask_token_id] = -math.inf
         ids_X = proposed.token_ids_BW.flatten()[wanted.positions_X]
-        scored = token_logprobs(logits_XV, ids_X, num_top=self._kept.top.shape[-1])
+        scored = token_logprobs(logits_XV, ids_X, num_top=self._stored.top.shape[-1])
         number_BW = wanted.number_BW.clamp(min=0)
-        for kept, values in zip(self._kept, scored, strict=True):
-            is_new = is_new_BW if kept.ndim == 2 else is_new_BW[..., None]
-            kept[lanes_B] = torch.where(is_new, values[number_BW], kept[lanes_B])
+        for stored, values in zip(self._stored, scored, strict=True):
+            is_new = is_new_BW if stored.ndim == 2 else is_new_BW[..., None]
+            stored[lanes_B] = torch.where(is_new, values[number_BW], stored[lanes_B])
         return self._emitted(lanes_B, num_top=num_top)
 
     def _emitted(self, lanes_B: Tensor, *, num_top: int) -> Logprobs:
@@ -149,8 +149,8 @@ class DecidedScores:
         size = self._shape.size
         index_W = torch.arange(size, device=lanes_B.device)
         positions_BW = (index_W + self._num_fixed_B[:, None]).clamp(max=size - 1)
-        chosen_BW = self._kept.chosen[lanes_B].gather(1, positions_BW)
+        chosen_BW = self._stored.chosen[lanes_B].gather(1, positions_BW)
         positions_BW1 = positions_BW[..., None]
-        ids_BWK = torch.take_along_dim(self._kept.top_ids[lanes_B], positions_BW1, dim=1)
-        top_BWK = torch.take_along_dim(self._kept.top[lanes_B], positions_BW1, dim=1)
+        ids_BWK = torch.take_along_dim(self._stored.top_ids[lanes_B], positions_BW1, dim=1)
+        top_BWK = torch.take_along_dim(self._stored.top[lanes_B], positions_BW1, dim=1)
         return Logprobs(chosen_BW, ids_BWK[..., :num_top], top_BWK[..., :num_top])

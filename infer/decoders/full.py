@@ -77,7 +77,7 @@ class FullDecoder(Decoder):
     baseline: ClassVar[Mapping[str, Any] | None] = dict.fromkeys(
         ("steps", "threshold", "factor", "cache", "cache_refresh")
     )
-    baseline_keeps: ClassVar[tuple[str, ...]] = (
+    baseline_options: ClassVar[tuple[str, ...]] = (
         "order",
         "block_length",
         "defer_eos",

@@ -125,13 +125,13 @@ class Cache(ABC):
 
     has_interval: ClassVar[bool] = False
     """Whether `decoder.cache_refresh` sets the interval of refreshes."""
-    keeps_suffix: ClassVar[bool] = False
+    stores_suffix: ClassVar[bool] = False
     """Whether nothing after the active block is fed."""
 
     def reuse(self, *, block_length: int | None, interval: int | None, shift: int) -> CanvasReuse:
         """The numbers that scheduling counts with."""
         return CanvasReuse(
-            num_rows=block_length if self.keeps_suffix else None,
+            num_rows=block_length if self.stores_suffix else None,
             num_before=shift,
             interval=(interval or REFRESH_INTERVAL) if self.has_interval else None,
         )
@@ -146,7 +146,7 @@ CACHES: Registry[type[Cache]] = Registry("canvas_cache", None)
 
 @CACHES.register("prefix")
 class Prefix(Cache):
-    """The prompt and clean blocks are kept; the active block and everything after it is fed."""
+    """The prompt and clean blocks are cached; the active block and everything after it is fed."""
 
     def feeds(self, canvases: Canvases) -> Tensor:
         return canvases.slot_L >= canvases.known_B[:, None]
@@ -154,9 +154,9 @@ class Prefix(Cache):
 
 @CACHES.register("dual")
 class Dual(Prefix):
-    """Everything outside of the active block is kept, the masks after it included."""
+    """Everything outside of the active block is cached, the masks after it included."""
 
-    keeps_suffix: ClassVar[bool] = True
+    stores_suffix: ClassVar[bool] = True
 
     def feeds(self, canvases: Canvases) -> Tensor:
         return super().feeds(canvases) & (canvases.slot_L < canvases.block_ends_B[:, None])
@@ -164,7 +164,7 @@ class Dual(Prefix):
 
 @CACHES.register("delayed")
 class Delayed(Cache):
-    """Decided tokens are kept one pass after they were decided: the keys and values of a token change most
+    """Decided tokens are cached one pass after they were decided: the keys and values of a token change most
     when it takes the place of its mask."""
 
     has_interval: ClassVar[bool] = True

@@ -159,8 +159,8 @@ class IsdDecoder(Decoder):
         num_candidates = 1
         if batch.grammars is not None:
             num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
-            keeps = batch.num_top is not None
-            logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, keeps=keeps)
+            copies = batch.num_top is not None
+            logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, copies=copies)
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         probs = table.probs(logits_XV, lanes_B, batch.filters)
         verdict = verify(

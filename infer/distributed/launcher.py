@@ -241,7 +241,7 @@ class DriverWorker(Worker):
         return False
 
     def free_cached_memory(self) -> None:
-        """Do nothing: ranks capture graphs together, so rank 0 must keep its own."""
+        """Do nothing: ranks capture graphs together, so rank 0 must not drop its own."""
 
     def close(self) -> None:
         """End the ranks."""

@@ -29,10 +29,10 @@ class Arm(NamedTuple):
     options: dict[str, Any]
 
     def with_decoder(self, decoder: str, options: dict[str, Any]) -> Arm:
-        """Itself, with the options of the compared decoder that it keeps as a baseline."""
+        """Itself, with the options of the compared decoder that apply to a baseline."""
         from idlm.infer.decoders.base import DECODERS
 
-        kept = DECODERS.get(self.decoder).baseline_keeps if decoder == self.decoder else ()
+        kept = DECODERS.get(self.decoder).baseline_options if decoder == self.decoder else ()
         return self._replace(options={key: options[key] for key in kept if key in options} | self.options)
 
     def is_decoder(self, decoder: str, options: dict[str, Any]) -> bool:

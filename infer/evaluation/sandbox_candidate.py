@@ -307,7 +307,7 @@ class Wire:
 
 def _made(kinds: list[type[Exception]], args: list[Any]) -> Exception:
     """An exception of the first kind that can be made of `args` and has words. No constructor of the library
-    is called: it may take other arguments than the exception keeps."""
+    is called: it may take other arguments than the exception stores."""
     for kind in kinds:
         try:
             error = kind(*args) if kind.__module__ == "builtins" else kind.__new__(kind, *args)

@@ -125,9 +125,9 @@ class Layer(nn.Module, ABC):
             k_scale_K=k_scale_K,
             v_scale_K=v_scale_K,
         )
-        kept_I = kv.select_rows(number, q_RNH)
-        if kept_I is not None:
-            q_RNH, residual_RD, rows = rows.select_plan_rows(kept_I, q_RNH, residual_RD)
+        retained_I = kv.select_rows(number, q_RNH)
+        if retained_I is not None:
+            q_RNH, residual_RD, rows = rows.select_plan_rows(retained_I, q_RNH, residual_RD)
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)

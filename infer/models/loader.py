@@ -1,7 +1,7 @@
 """Loads a Hugging Face checkpoint directory into a trunk, without transformers.
 
 `config.json` is read as data: its architecture string selects a family of the registry, and code named in the
-checkpoint is never imported. Weights come from safetensors only and are kept once, in fused form."""
+checkpoint is never imported. Weights come from safetensors only and are stored once, in fused form."""
 
 from __future__ import annotations
 

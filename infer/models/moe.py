@@ -20,7 +20,7 @@ from idlm.kernels.linear import Linears
 
 class Experts(nn.Module):
     """A router and its experts; gate and up rows of an expert are stacked. A router with sigmoid scores is
-    kept in fp32, because its scores are close together."""
+    stored in fp32, because its scores are close together."""
 
     def __init__(self, moe: MoeSpec, width: int, shards: Shards, empty: MakeWeight) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 MAX_PLANS = 256
-"""Numbers of rows whose plans are kept."""
+"""Numbers of rows whose plans are cached."""
 
 
 def resolve_canvases(
@@ -46,7 +46,7 @@ def resolve_canvases(
     if not policy.shares_layers:
         raise UserError(
             "IDLM-0471",
-            f"{name} runs decoders that store nothing between passes, and this one keeps pages of keys "
+            f"{name} runs decoders that store nothing between passes, and this one stores pages of keys "
             "and values",
             fix="use memory=caching, or decoder=full without decoder.cache on a full-diffusion checkpoint",
         )

@@ -210,7 +210,7 @@ class OpCall:
 
     `position` is the op's position in `template.ops`; `layer` is 0 outside the layers. `offsets`: byte
     offsets of the op's tensors; empty without a plan. A tensor with a chunk count starts at its offset in
-    each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
+    each chunk; a tensor of all rows has row r at offset + r * row bytes."""
 
     op: Op
     position: int
@@ -301,7 +301,7 @@ class PassTemplate:
         self.ops.append(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks, **options))
 
     def add_barrier(self, *names: str, chunks: Loop | None = None) -> None:
-        """Keep the tensors alive at least until here."""
+        """Hold the tensors at least until here."""
         self.add_op("barrier", names, chunks=chunks, is_barrier=True)
 
     @contextmanager

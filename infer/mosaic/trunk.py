@@ -1,7 +1,7 @@
 """Templates of dense and mixture-of-experts trunks, from plain numbers.
 
 Attention is whole, or in query chunks: K and V of all rows come first, from products of their own (a fused
-one would keep both twice), then chunks of query rows, each of which updates x in place. The FFN is a loop of
+one would hold both twice), then chunks of query rows, each of which updates x in place. The FFN is a loop of
 its own after attention: K and V are free by then, so it needs fewer chunks. Every product writes its own
 buffer, and residuals are added to x afterwards. Projections add their bias, normalise and rotate in place."""
 

@@ -47,7 +47,7 @@ class StepResult:
     """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for rows, the numbers of wanted,
-    fed and kept rows that it needed (0: not counted), the numbers of emitted tokens, accepted drafts and
+    fed and retained rows that it needed (0: not counted), the numbers of emitted tokens, accepted drafts and
     tested drafts, then the token ids. `widths`: rows that the pass computed, padding included. `logprobs` of
     emitted tokens, and `prompt_logprobs` in the order of `PromptRows`; None if no request wants them.
     `is_queued`: its kernels were launched one by one where other passes are one graph."""
@@ -91,7 +91,7 @@ class Step:
         demand = None if plan.active is None else plan.active.demand
         needed: tuple[Tensor | None, ...] = (None,) * 4
         if demand is not None:
-            needed = demand.waits_B.long(), demand.num_wanted_B, demand.num_fed_B, demand.num_kept_B
+            needed = demand.waits_B.long(), demand.num_wanted_B, demand.num_fed_B, demand.num_retained_B
         drafts = outcome.num_accepted_B, outcome.num_tested_B
         counts = [
             (none_B if count_B is None else count_B)[:, None]
@@ -104,7 +104,7 @@ class Step:
         if prompt_rows is not None:
             prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)
         num_fed = len(plan.token_ids_R) if wanted.dropped is None else wanted.dropped.num_fed
-        widths = PassRows(fed=num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
+        widths = PassRows(fed=num_fed, retained=len(wanted.hidden_RD), head=len(wanted))
         return StepResult(counts_BJ=counts_BJ, widths=widths, logprobs=scored, prompt_logprobs=prompt_scored)
 
 
@@ -270,7 +270,7 @@ class PagedKV:
         return self.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> None:
-        """All rows are kept."""
+        """All rows remain."""
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)

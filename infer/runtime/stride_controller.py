@@ -2,7 +2,7 @@
 
 It uses measured acceptance and step times, never the values of drafts that are still to be tested; a sequence
 may therefore change its mode at any step without changing its sampling distribution. With `StepTimes` of a
-warm-up, which a file on disk keeps, the first choice is already informed, and what passes show corrects it: a
+warm-up, which is cached on disk, the first choice is already informed, and what passes show corrects it: a
 factor for all modes at a load (clock, contexts), and one for each mode. Without, times are estimated from
 those of similar numbers of rows and every mode that looks best is tried."""
 
@@ -100,10 +100,10 @@ def write_times(path: Path, times: Mapping[tuple[int, int], float]) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        get_logger(__name__).info("step times are not kept: %s", error)
+        get_logger(__name__).info("step times are not stored: %s", error)
 
 
-NUM_KEPT_TIMES = 8
+NUM_STORED_TIMES = 8
 MAX_TIME_AGE = 24
 """Times of a mode are dropped after this many timed steps without it: under load a GPU slows down by 15 %
 within a second (an H200 at 64 sequences)."""
@@ -161,7 +161,7 @@ class StepLoad:
 
     @property
     def size(self) -> int:
-        """The number of sequences rounded up to a power of two: times are kept by it."""
+        """The number of sequences rounded up to a power of two: times are stored by it."""
         return 1 << (self.num_sequences - 1).bit_length()
 
 
@@ -176,7 +176,7 @@ class _Timing:
     last_chosen: int = 0
     last_timed: int = 0
     correction: float = 1.0
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_TIMES))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STORED_TIMES))
 
     def minimum(self) -> float:
         return min(self.ratios)
@@ -281,7 +281,7 @@ class StrideController:
             decoding = self.seconds(mode, load)
             if added >= MIN_PROMPT_SHARE * decoding:
                 found = min(3.0, max(0.3, (seconds - decoding) / added))
-                self._prompt_factor += (found - self._prompt_factor) / NUM_KEPT_TIMES
+                self._prompt_factor += (found - self._prompt_factor) / NUM_STORED_TIMES
                 return
             seconds = max(decoding / 2, seconds - self._prompt_factor * added)
         timing = self._timings.setdefault((load.size, mode), _Timing())
@@ -299,7 +299,7 @@ class StrideController:
         """Attribute what differs from the warm-up: to the load if its first mode shows it, else to the
         mode."""
         leads = self._leaders.setdefault(size, mode) == mode
-        if leads or timing.num_seen > 2 * NUM_KEPT_TIMES:
+        if leads or timing.num_seen > 2 * NUM_STORED_TIMES:
             self._drifts[size] = timing.minimum() / timing.correction
         else:
             timing.correction = timing.minimum() / self._drift(size)
@@ -344,7 +344,7 @@ class StrideController:
         return self._unit(number, load) * self._drift(load.size) * correction
 
     def _unit(self, mode: int, load: StepLoad) -> float:
-        """What times of the mode are kept as a multiple of."""
+        """The unit in which times of the mode are stored."""
         if self.times is None:
             return 1.0
         return self.times.decoding(mode, load.num_sequences, load.num_slots)

@@ -122,8 +122,8 @@ class InflightStep:
         """The rows that requests needed, in a pass for which some were reserved. After `counts`."""
         needed = zip(self.samples, self._certain, self._rows, strict=True)
         return [
-            RowDemand(samples, waited > 0, certain, PassRows(fed=num_fed, kept=num_kept, head=num_wanted))
-            for samples, certain, (_, waited, num_wanted, num_fed, num_kept, *_) in needed
+            RowDemand(samples, waited > 0, certain, PassRows(fed=num_fed, retained=num_left, head=num_wanted))
+            for samples, certain, (_, waited, num_wanted, num_fed, num_left, *_) in needed
         ]
 
     def logprobs(self) -> list[list[TokenLogprob]]:

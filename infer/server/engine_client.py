@@ -64,7 +64,7 @@ class EngineClient:
         return self._closing.is_set()
 
     async def run(self) -> None:
-        """Keep an engine process running until `close`. Raises UserError if the first cannot be built."""
+        """Run an engine process until `close`, again if it dies. UserError if the first cannot be built."""
         pause = FIRST_PAUSE
         while not self._closing.is_set():
             start = time.monotonic()

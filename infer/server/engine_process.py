@@ -28,7 +28,7 @@ from idlm.log import get_logger
 
 LOG = get_logger(__name__)
 RESERVE = 32
-"""One lane in so many is kept for clients that have none."""
+"""One lane in so many is reserved for clients that have none."""
 SECONDS_PER_EVENT = 8e-5
 """About what an event costs the front end and the reader of a stream. Events wait so long after the last
 ones, and those of a sample become one meanwhile: 256 fast streams have some tokens a chunk."""
@@ -142,7 +142,7 @@ class EngineLoop:
         self._report([StreamEvent(done.request_id, done.index, (), "", done) for done in aborted])
 
     def _add(self, message: Message) -> None:
-        """Queue a request, or keep it while its grammar is compiled or others are on trial."""
+        """Queue a request, or hold it while its grammar is compiled or others are on trial."""
         request_id = message["id"]
         try:
             params, prompt_ids = SamplingParams(**message["params"]), message["prompt_ids"]

@@ -157,7 +157,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Every request's scope gets a copy of it. A strong reference would keep the connection, with its last
+        # Every request's scope gets a copy of it. A strong reference would hold the connection, with its last
         # request, until the next garbage collection.
         self.app_state = {**self.app_state, "protocol": weakref.proxy(self)}
         self._timers: dict[str, asyncio.TimerHandle] = {}

@@ -1,6 +1,6 @@
 """Renders chat templates in a process of their own: a template is a program that comes with a checkpoint.
 
-transformers' sandbox keeps it from Python's objects, but a single operation of it may take minutes or all
+transformers' sandbox shields Python's objects from it, but a single operation of it may take minutes or all
 memory. This process may use `RENDER_SECONDS` of CPU time a conversation and `MEMORY_BYTES` more than at its
 start, and can open no file and no socket. One that the kernel ends is replaced."""
 

@@ -123,7 +123,7 @@ class EngineSpec:
 class RowSelection:
     """Rows that later layers compute, of those still computed: `keep_R` (bool). `limits_R` int64: these rows
     then see their own block below these slots only (what lies after has no keys and values yet); None: all of
-    it. Rows of prompts, of clean blocks and of sequences that need all their rows are kept as they are.
+    it. Rows of prompts, of clean blocks and of sequences that need all their rows are retained as they are.
     `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and what earlier
     passes stored of them stays.
 
@@ -275,7 +275,7 @@ class RowsAccelerator(Accelerator, ABC):
         if self.spec.routes_blocks:
             found.append(f"the rows of a block choose experts together, {allowed}")
         if self.spec.semantics.edit_token_ids:
-            found.append(f"edits move the positions of a block, whose rows are kept by position, {allowed}")
+            found.append(f"edits move the positions of a block, whose rows are stored by position, {allowed}")
         return found
 
     @abstractmethod

@@ -19,9 +19,9 @@ mean, and a choice that a graph was captured for stays."""
 MIN_PASSES = 4
 MARGIN = 2.5
 """The capacity is this many standard deviations above the mean."""
-KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
-"""Margin for kept rows; padding them costs more than delaying a sequence. It begins at the first number and
-grows when more than the share `WAITS` of (sequence, pass) pairs wait."""
+RETAINED_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
+"""Margin for retained rows; padding them costs more than delaying a sequence. It begins at the first number
+and grows when more than the share `WAITS` of (sequence, pass) pairs wait."""
 WAITS, GAIN = 0.008, 25.0
 """The share to aim at, and how much each pair beyond it adds to the margin. In a simulation of 32 sequences
 with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %."""
@@ -34,17 +34,17 @@ PARTS = 8
 """The capacity grows by this share of all positions: each size in use is a graph of its own. In passes that
 drop rows it grows in finer steps (`HEAD_STEPS`): few of their positions need logits."""
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
-"""Below the first number, rows that are kept are rounded up to a multiple of the second."""
+"""Below the first number, rows that are retained are rounded up to a multiple of the second."""
 FED_STEPS, HEAD_STEPS = 4, 2
 """Embedded rows, and rows of the head, are rounded up to this many of these steps: few layers have them."""
-NONE = PassRows(fed=0, kept=0, head=0)
+NONE = PassRows(fed=0, retained=0, head=0)
 WARM_UP_PARTS = ((3 / 8, 8), (math.inf, 4))
-"""Capacities whose graphs are captured before traffic: from one to the next, the rows that are kept grow by
-1/8 below 3/8 of all positions, and by 1/4 above. A capacity that traffic uses often gets its own graph
+"""Capacities whose graphs are captured before traffic: from one to the next, the rows that are retained grow
+by 1/8 below 3/8 of all positions, and by 1/4 above. A capacity that traffic uses often gets its own graph
 later."""
 WARM_UP_FED, WARM_UP_HEAD, WARM_UP_STORED = 3.25, 0.75, 1.25
-"""For each row that is kept, such capacities have this many embedded rows and rows of the head (2.9 and 0.55
-in the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each
+"""For each row that is retained, such capacities have this many embedded rows and rows of the head (2.9 and
+0.55 in the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each
 position."""
 
 
@@ -101,23 +101,23 @@ class RowReservation:
 
     def __init__(self, *, drops: bool, block_size: int = 1) -> None:
         self._drops, self._block_size, self.counts = drops, block_size, RowCounts()
-        self._head, self._fed, self._kept = LateCounts(), LateCounts(), LateCounts(KEPT_MARGIN)
+        self._head, self._fed, self._retained = LateCounts(), LateCounts(), LateCounts(RETAINED_MARGIN)
         self._since = RowCounts()
-        """As `counts` was when the margin of kept rows was last looked at."""
+        """As `counts` was when the margin of retained rows was last looked at."""
 
     def choose(self, schedule: Schedule) -> None:
         """Set what the schedule reserves. Rows that are stored for certain, mostly of prompts, are known."""
         num_decoding, certain = sum(schedule.samples), sum(schedule.certain_rows())
-        head, fed, kept = (late.choose(num_decoding) for late in (self._head, self._fed, self._kept))
+        head, fed, retained = (late.choose(num_decoding) for late in (self._head, self._fed, self._retained))
         if not self._drops:
             schedule.limits = BlockLimits(num_wanted=head)
             return
-        if head is not None and fed is not None and kept is not None:
-            capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
+        if head is not None and fed is not None and retained is not None:
+            capacity = PassRows(fed=certain + fed, retained=certain + retained, head=head)
         else:
             num_positions = self._block_size * num_decoding
             num_rows = certain + num_positions + num_positions // PARTS
-            capacity = PassRows(fed=num_rows, kept=num_rows, head=num_positions)
+            capacity = PassRows(fed=num_rows, retained=num_rows, head=num_positions)
         schedule.limits = BlockLimits(capacity=capacity)
 
     def observe(self, demands: Sequence[RowDemand], computed: PassRows) -> None:
@@ -128,7 +128,7 @@ class RowReservation:
         counts.num_waits += sum(one.waited for one in decoding)
         counts.requested = _sum([counts.requested, *(one.rows for one in demands)])
         counts.computed = _sum([counts.computed, computed])
-        for late, name in ((self._head, "head"), (self._fed, "fed"), (self._kept, "kept")):
+        for late, name in ((self._head, "head"), (self._fed, "fed"), (self._retained, "retained")):
             counted = [one for one in decoding if getattr(one.rows, name) or not one.waited]
             certain = sum(one.certain for one in counted) if late is not self._head else 0
             late.observe(max(0, sum(getattr(one.rows, name) for one in counted) - certain), len(counted))
@@ -136,17 +136,17 @@ class RowReservation:
             self._judge_margin()
 
     def _judge_margin(self) -> None:
-        """Widen the margin of kept rows where too many waited, and narrow it where few did."""
+        """Widen the margin of retained rows where too many waited, and narrow it where few did."""
         waited = self.counts.num_waits - self._since.num_waits
         share = waited / max(1, self.counts.num_pairs - self._since.num_pairs)
-        margin = self._kept.margin + GAIN * (share - WAITS)
-        self._kept.margin = min(max(margin, MIN_MARGIN), MAX_MARGIN)
+        margin = self._retained.margin + GAIN * (share - WAITS)
+        self._retained.margin = min(max(margin, MIN_MARGIN), MAX_MARGIN)
         self._since = replace(self.counts)
 
 
 def _sum(passes: Sequence[PassRows]) -> PassRows:
-    fed, kept, head = (sum(getattr(one, name) for one in passes) for name in ("fed", "kept", "head"))
-    return PassRows(fed=fed, kept=kept, head=head)
+    fed, retained, head = (sum(getattr(one, name) for one in passes) for name in ("fed", "retained", "head"))
+    return PassRows(fed=fed, retained=retained, head=head)
 
 
 def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> int | None:
@@ -170,32 +170,32 @@ def row_capacity(
         return None
     minimum = num_scheduled + 2 * block_size
     fed = min(num_rows, _rounded_up(max(wanted.fed, minimum), FED_STEPS))
-    kept = min(fed, _rounded_up(max(wanted.kept, minimum), 1))
+    retained = min(fed, _rounded_up(max(wanted.retained, minimum), 1))
     num_positions = num_sequences * block_size
     head = num_positions
     if num_positions > MIN_POSITIONS:
         # Rows that are bound by the weights cost nothing, and numbers that differ cost a graph each.
         min_head = max(num_sequences + block_size, MIN_POSITIONS // 2)
         head = min(num_positions, _rounded_up(max(wanted.head, min_head), HEAD_STEPS))
-    return PassRows(fed=fed, kept=kept, head=head)
+    return PassRows(fed=fed, retained=retained, head=head)
 
 
 def warm_up_capacities(num_sequences: int, block_size: int, num_rows: int) -> list[PassRows]:
     """Capacities that between them hold those of all passes of as many sequences, of `num_rows` rows if none
-    is dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
-    one with as many as are usual."""
+    is dropped: the largest first, and for each number of retained rows one with all rows of blocks embedded,
+    then one with as many as are usual."""
     num_positions = num_sequences * block_size
-    found, kept = list[PassRows](), max(MIN_POSITIONS // 2, 2 * num_sequences)
-    while kept < num_rows:
-        usual = min(num_rows, _rounded_up(int(WARM_UP_FED * kept), 1))
-        whole = min(num_rows, max(kept, int(WARM_UP_STORED * num_positions)))
-        heads = min(num_positions, _rounded_up(int(WARM_UP_HEAD * kept), 1)), min(num_positions, kept)
+    found, left = list[PassRows](), max(MIN_POSITIONS // 2, 2 * num_sequences)
+    while left < num_rows:
+        usual = min(num_rows, _rounded_up(int(WARM_UP_FED * left), 1))
+        whole = min(num_rows, max(left, int(WARM_UP_STORED * num_positions)))
+        heads = min(num_positions, _rounded_up(int(WARM_UP_HEAD * left), 1)), min(num_positions, left)
         if usual < whole:
-            found.append(PassRows(fed=usual, kept=kept, head=heads[0]))
-        found.append(PassRows(fed=whole, kept=kept, head=heads[1]))
-        kept += kept // next(parts for share, parts in WARM_UP_PARTS if kept < share * num_positions)
-        kept = _rounded_up(kept, 1)
-    return [PassRows(fed=num_rows, kept=num_rows, head=num_positions), *reversed(found)]
+            found.append(PassRows(fed=usual, retained=left, head=heads[0]))
+        found.append(PassRows(fed=whole, retained=left, head=heads[1]))
+        left += left // next(parts for share, parts in WARM_UP_PARTS if left < share * num_positions)
+        left = _rounded_up(left, 1)
+    return [PassRows(fed=num_rows, retained=num_rows, head=num_positions), *reversed(found)]
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:

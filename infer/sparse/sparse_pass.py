@@ -27,7 +27,7 @@ from idlm.infer.sparse.accelerator import (
 )
 from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
 from idlm.kernels.paged_attention import BackendPlan
-from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, keep_wanted
+from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, retain_wanted
 
 USUAL = 1.25
 """Most sequences have at most this many times the mean number of rows that are left of a sequence."""
@@ -57,8 +57,8 @@ class SparseKV:
         if rows is not None:
             capacity = view.active.capacity
             everything = RowSelection(keep_R=torch.ones_like(plan.slots_R, dtype=torch.bool))
-            kept = rows.initial_rows() or (None if capacity is None else everything)
-            self._drop(kept, None if capacity is None else capacity.fed)
+            retained = rows.initial_rows() or (None if capacity is None else everything)
+            self._drop(retained, None if capacity is None else capacity.fed)
             self._num_fed_B = self._demand_B
         self._num_fed = len(self.plan.slots_R)
 
@@ -74,8 +74,8 @@ class SparseKV:
             self._kv.commit_kv(number)
         if self._rows is None:
             return None
-        capacity = self.view.active.capacity
-        return self._drop(self._rows.select_rows(number, q_RNH), None if capacity is None else capacity.kept)
+        limit = self.view.active.capacity
+        return self._drop(self._rows.select_rows(number, q_RNH), None if limit is None else limit.retained)
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         lists_BKC = sums = None
@@ -109,31 +109,31 @@ class SparseKV:
             return rows_X, None
         assert active.demand is not None
         num_head = len(rows_X) if active.capacity is None else min(len(rows_X), active.capacity.head)
-        kept = keep_wanted(
+        retained = retain_wanted(
             *(rows_X, plan.first_logit_B, active.demand.num_wanted_B, view.waits_B, self._origin_R),
             size=active.size,
             num_head=num_head if active.is_exact or num_head < len(rows_X) else None,
         )
         if active.is_exact:
-            kept = kept.cut(max(1, int(kept.demand_B.sum())))
-        view.waits_B = kept.waits_B
+            retained = retained.cut(max(1, int(retained.demand_B.sum())))
+        view.waits_B = retained.waits_B
         dropped = DroppedRows(
-            origin_H=kept.origin_H,
-            numbers_X=kept.numbers_X,
+            origin_H=retained.origin_H,
+            numbers_X=retained.numbers_X,
             demand=BlockDemand(
-                num_wanted_B=kept.demand_B,
+                num_wanted_B=retained.demand_B,
                 waits_B=view.waits_B,
                 num_fed_B=self._num_fed_B,
-                num_kept_B=self._demand_B,
+                num_retained_B=self._demand_B,
             ),
             num_fed=self._num_fed,
         )
-        return kept.index_H, dropped
+        return retained.index_H, dropped
 
-    def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
+    def _drop(self, retained: RowSelection | None, capacity: int | None) -> Tensor | None:
         """Drop unselected rows and pack the rest into `capacity` rows (None: all fit); returns their numbers
         [I], None for all."""
-        if kept is None:
+        if retained is None:
             return None
         plan, view, num_left, limit = self.plan, self.view, len(self._origin_R), None
         if capacity is not None:
@@ -143,14 +143,14 @@ class SparseKV:
         rows = PackedRows(**row_columns(plan), mapping_R=self.slot_mapping_R, origin_R=self._origin_R)
         drop = Drop(
             rows_BW=view.rows_BW,
-            keep_R=kept.keep_R,
+            keep_R=retained.keep_R,
             needs_all_B=view.needs_all_rows_B,
             waits_B=view.waits_B,
-            limits_R=kept.limits_R,
+            limits_R=retained.limits_R,
             scheduled_B=view.active.num_scheduled_B,
         )
         sizes = {"num_left": num_left, "num_origins": len(view.plan.slots_R)}
-        left = compact_rows(rows, drop, **sizes, limit=limit, drops_stored=kept.drops_stored)
+        left = compact_rows(rows, drop, **sizes, limit=limit, drops_stored=retained.drops_stored)
         if view.active.is_exact:
             left = left.cut(max(1, int(left.rows.cu_rows_B1[-1])))
         self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R

@@ -30,13 +30,13 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDemand:
     """Rows that each sequence needs in a pass of blocks, int64; 0: it waited before. `num_wanted_B`: of the
-    head; once rows were dropped also `num_fed_B` and `num_kept_B`. `waits_B` (bool): sequences beyond the
+    head; once rows were dropped also `num_fed_B` and `num_retained_B`. `waits_B` (bool): sequences beyond the
     capacity, of which nothing is decided and remembered in this pass."""
 
     num_wanted_B: Tensor
     waits_B: Tensor
     num_fed_B: Tensor | None = None
-    num_kept_B: Tensor | None = None
+    num_retained_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class WantedRows:
 
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
         """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...]. It
-        must not keep the logits, which are freed before those of the next slice are computed. `row_bytes`:
+        must not hold the logits, which are freed before those of the next slice are computed. `row_bytes`:
         what it allocates for a row, by which the memory plan decides the number of slices."""
         num_groups = len(self) // self.group
         num_chunks = 1 if self._num_chunks is None else self._num_chunks(len(self), row_bytes)
@@ -142,15 +142,15 @@ class WantedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left after the layers that drop
+    """Rows of a pass that may drop some: `fed` are embedded, `retained` are left after the layers that drop
     rows, and of these the head computes `head`. The first two include rows of prompts and of clean blocks."""
 
     fed: int
-    kept: int
+    retained: int
     head: int
 
     def __ge__(self, other: PassRows) -> bool:
-        return self.fed >= other.fed and self.kept >= other.kept and self.head >= other.head
+        return self.fed >= other.fed and self.retained >= other.retained and self.head >= other.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ class Schedule:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the pass cannot be one graph: it keeps hidden states of prompts or waits for grammars."""
+        """Whether the pass cannot be one graph: it stores hidden states of prompts or waits for grammars."""
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property

@@ -118,7 +118,7 @@ class KVWritePolicy:
         if params.logprobs is not None and params.logprobs > (self.max_logprobs or 0):
             raise UserError(
                 "IDLM-0449",
-                f"logprobs={params.logprobs}: this decoder keeps {self.max_logprobs} alternatives at most",
+                f"logprobs={params.logprobs}: this decoder stores {self.max_logprobs} alternatives at most",
                 fix=f"give logprobs <= {self.max_logprobs}",
             )
         if params.prompt_logprobs is not None:

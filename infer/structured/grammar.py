@@ -155,7 +155,7 @@ class Grammar:
         self.is_suspect = self.cost.charge(seconds)
 
     def mask_seconds(self) -> float:
-        """Compute the next token's mask, which the matcher keeps; returns the CPU time."""
+        """Compute the next token's mask, which the matcher stores; returns the CPU time."""
         start = time.thread_time()
         self.matcher.compute_bitmask()
         return time.thread_time() - start
@@ -218,7 +218,7 @@ class GrammarCompiler:
         compiled, IDLM-0475 for tokens without a known text, and IDLM-0476 without llguidance."""
         compiled = self.begin(constraint).result()
         if isinstance(compiled, UserError):
-            # The kept one would grow by a traceback each time.
+            # The stored one would grow by a traceback each time.
             raise UserError(compiled.code, compiled.message, fix=compiled.fix)
         return compiled.branch()
 
@@ -245,7 +245,7 @@ class GrammarCompiler:
         return compiling
 
     def _compile(self, constraint: Constraint) -> Grammar | UserError:
-        """The grammar, or why there is none: a raised error would keep frames as long as the future."""
+        """The grammar, or why there is none: a raised error would hold frames as long as the future."""
         start = time.perf_counter()
         try:
             compiled = self._checked(constraint)
@@ -328,7 +328,7 @@ def _refusal(constraint: Constraint, problem: str) -> UserError:
 
 
 def _trim() -> None:
-    """Return freed memory to the system, where the C library can; it keeps it in pieces otherwise."""
+    """Return freed memory to the system, where the C library can; it holds it in pieces otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

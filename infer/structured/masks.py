@@ -64,9 +64,9 @@ class PassGrammars:
 
     @torch.inference_mode()
     def masked(
-        self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None, *, keeps: bool
+        self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None, *, copies: bool
     ) -> Tensor:
-        """`logits_XV` (a copy if it `keeps` them) with -inf for tokens that cannot follow, in the first A of
+        """`logits_XV` (a copy if `copies`) with -inf for tokens that cannot follow, in the first A of
         the X / B rows of each sequence with a grammar. The tested drafts in `store` lose the same tokens."""
         device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
         width = len(logits_XV) // num_sequences
@@ -84,7 +84,7 @@ class PassGrammars:
         self.index_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
         if store is not None and num_drafts:
             restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
-        if keeps:
+        if copies:
             logits_XV = logits_XV.clone()
         logits_XV[rows_Y] = allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
         return logits_XV

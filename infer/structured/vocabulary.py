@@ -18,7 +18,7 @@ from tokenizers.decoders import Fuse
 from idlm.text.tokenizer import hidden_token_ids
 
 MAX_SPELLED = 4096
-"""Forced texts whose tokens are kept; grammars force the same ones again and again."""
+"""Forced texts whose tokens are cached; grammars force the same ones again and again."""
 LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^\s<>]+>')
 """Strings, comments and regular expressions of a Lark grammar, in which no token is named, and names."""
 

@@ -118,7 +118,7 @@ def select_kernel(
     first_BPW,
     second_BPW,
     of,
-    kept_BW,
+    retained_BW,
     numbers_IB,
     B,
     ALPHA: tl.constexpr,
@@ -162,7 +162,7 @@ def select_kernel(
     kept = tl.where(evicts, kept, is_fed)
     seen = (kept | processed) if SEES_PROCESSED else kept
     end = tl.max(tl.where(seen, w + 1, 0), 0)
-    tl.store(kept_BW + at, kept, mask=m_w)
+    tl.store(retained_BW + at, kept, mask=m_w)
     tl.store(numbers_IB + b, tl.where(evicts, end, SIZE).to(tl.int64))
     tl.store(numbers_IB + B + b, budget)
 
@@ -207,7 +207,7 @@ def begin_kernel(state, fed, started, RULES: tl.constexpr, SIZE: tl.constexpr, B
 
     frozen = tl.load(state.frozen_ZW + at_lane, mask=m_w, other=0) != 0
     ids = tl.load(state.frozen_ids_ZW + at_lane, mask=m_w, other=-1)
-    if RULES.keeps_stored:
+    if RULES.retains_stored:
         known_before = tl.where(is_new, known, tl.load(state.before_starts_Z + lane))
         before = tl.load(state.before_frozen_ZW + at_lane, mask=m_w, other=0) != 0
         before = tl.where(is_new, frozen, before)
@@ -225,7 +225,7 @@ def begin_kernel(state, fed, started, RULES: tl.constexpr, SIZE: tl.constexpr, B
     frozen = frozen & (is_new == 0) & ((ids == token) | (mine == 0))
     tl.store(state.frozen_ZW + at_lane, frozen, mask=m_w)
     tl.store(started.keep_R + row, (frozen & mine) == 0, mask=row >= 0)
-    if RULES.keeps_stored:
+    if RULES.retains_stored:
         # Where nothing of the active block was decided, the block before is still the one in work.
         in_work = known == start - SIZE
         stays = (in_work & frozen) | ((in_work == 0) & before & (known_before == start - SIZE))

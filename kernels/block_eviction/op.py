@@ -70,7 +70,7 @@ def select_positions(
     second (FOCUS, section 4 and algorithm 1).
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
-    or is not `is_mine_B`, keeps every position that is fed and sees its whole block. `sees_processed`:
+    or is not `is_mine_B`, retains every position that is fed and sees its whole block. `sees_processed`:
     positions that were processed before are seen even right of the last one that remains."""
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
         return plain.select_positions(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
@@ -80,10 +80,10 @@ def select_positions(
 
     num_sequences, num_parts, size = first_BPW.shape
     assert all(column.is_contiguous() for column in of), f"{[column.stride() for column in of]=}"
-    kept_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=first_BPW.device)
+    retained_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=first_BPW.device)
     numbers_IB = torch.empty(2, num_sequences, dtype=torch.int64, device=first_BPW.device)
     select_kernel[(num_sequences,)](
-        *(first_BPW, second_BPW, of, kept_BW, numbers_IB, num_sequences),
+        *(first_BPW, second_BPW, of, retained_BW, numbers_IB, num_sequences),
         ALPHA=alpha,
         SEES_PROCESSED=sees_processed,
         PARTS=num_parts,
@@ -93,7 +93,7 @@ def select_positions(
         num_warps=1 if size <= 16 else 4,
         **rounds_as_written(),
     )
-    return Selected(kept_BW=kept_BW, ends_B=numbers_IB[0], budget_B=numbers_IB[1])
+    return Selected(retained_BW=retained_BW, ends_B=numbers_IB[0], budget_B=numbers_IB[1])
 
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:

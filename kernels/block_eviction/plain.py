@@ -67,12 +67,12 @@ def select_positions(
     evicts_B = of.is_mine_B & (masked_BW.sum(dim=1) > budget_B)
     chosen_BW = best(deltas_BW, of.is_maskable_BW & masked_BW, budget_B)
     context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
-    kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
+    retained_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
     size = masked_BW.shape[1]
     index_W = torch.arange(size, device=masked_BW.device)
-    seen_BW = kept_BW | processed_BW if sees_processed else kept_BW
+    seen_BW = retained_BW | processed_BW if sees_processed else retained_BW
     ends_B = torch.where(seen_BW, index_W + 1, 0).amax(dim=1)
-    return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
+    return Selected(retained_BW=retained_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
 
 def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
@@ -106,10 +106,10 @@ def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed
     predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
     keys and values yet."""
     index_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
-    kept_BW = chosen_BW | (fed_BW & ~masked_BW)
-    kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
-    last_B1 = torch.where(kept_BW, index_W, -1).amax(dim=1, keepdim=True)
-    return kept_BW | (masked_BW & ~processed_BW & (index_W < last_B1))
+    retained_BW = chosen_BW | (fed_BW & ~masked_BW)
+    retained_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
+    last_B1 = torch.where(retained_BW, index_W, -1).amax(dim=1, keepdim=True)
+    return retained_BW | (masked_BW & ~processed_BW & (index_W < last_B1))
 
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
@@ -123,7 +123,7 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
     frozen_BW = frozen_BW & ((state.frozen_ids_ZW[lanes_B] == ids_BW) | ~mine_B[:, None])
     state.frozen_ZW[lanes_B] = frozen_BW
     keep_R = by_row(~(frozen_BW & mine_B[:, None]), fed.rows_BW, len(fed.slots_R), other=True)
-    if rules.keeps_stored:
+    if rules.retains_stored:
         stays_BW, rows_BW = _stays_stored(state, fed)
         if rules.shifted:
             # The last row predicts the first place of the next block.
@@ -146,7 +146,7 @@ def _turn(state: BlockState, fed: FedBlocks, mine_B: Tensor, rules: StateRules) 
     begins_B, num_left_B = mine_B & (num_passes_B == 0), fed.is_mask_BW.sum(dim=1)
     num_masks_B = torch.where(begins_B, num_left_B, num_masks_B)
     state.counts_Z4[lanes_B] = torch.stack((num_masks_B, num_passes_B, decoded_B, earlier_B), dim=1)
-    if rules.keeps_stored:
+    if rules.retains_stored:
         for now, before in (
             (state.starts_Z, state.before_starts_Z),
             (state.frozen_ZW, state.before_frozen_ZW),

@@ -42,10 +42,10 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """`kept_BW` (bool): positions that remain. `ends_B` (int64): how many of a block's first positions they
-    see. `budget_B` (int64): K of each sequence."""
+    """`retained_BW` (bool): positions that remain. `ends_B` (int64): how many of a block's first positions
+    they see. `budget_B` (int64): K of each sequence."""
 
-    kept_BW: Tensor
+    retained_BW: Tensor
     ends_B: Tensor
     budget_B: Tensor
 
@@ -104,12 +104,12 @@ class FedBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRules:
-    """`of_request`: decoded tokens are averaged over all passes of the request. `keeps_stored`: frozen tokens
-    of the block before keep what is stored of them; `shifted`: but not its last one. `prefills`: the first
-    pass of a request drops nothing and does not count. `stability`: "off", "plain", "neighbour"."""
+    """`of_request`: decoded tokens are averaged over all passes of the request. `retains_stored`: frozen
+    tokens of the block before retain what is stored of them; `shifted`: but not its last one. `prefills`: the
+    first pass of a request drops nothing and does not count. `stability`: "off", "plain", "neighbour"."""
 
     of_request: bool = False
-    keeps_stored: bool = False
+    retains_stored: bool = False
     shifted: bool = False
     prefills: bool = False
     stability: str = "neighbour"
@@ -119,7 +119,7 @@ class StartedBlocks(NamedTuple):
     """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
     `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
     there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of
-    active blocks and, if stored ones are kept, the last W before them."""
+    active blocks and, if stored ones are retained, the last W before them."""
 
     mine_B: Tensor
     evicts_B: Tensor

@@ -135,7 +135,7 @@ def _store(
     is_clean_B: Tensor,
     num_passes_B: Tensor,
 ) -> None:
-    """Keep the blocks; those that are clean begin anew."""
+    """Store the blocks; those that are clean begin anew."""
     lanes_B = given.lanes_B
     blocks.tokens_ZW[lanes_B] = tokens_BW
     blocks.is_decided_ZW[lanes_B] = decided_BW & ~is_clean_B[:, None]

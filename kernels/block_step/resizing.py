@@ -75,8 +75,8 @@ class Resizing:
     def forbid(self, logits_XV: Tensor, is_forbidden_X: Tensor) -> None:
         """Take both tokens out of some rows' predictions, in place."""
         minimum = torch.finfo(logits_XV.dtype).min
-        kept_XS = logits_XV.index_select(1, self.never_S).masked_fill(is_forbidden_X[:, None], minimum)
-        logits_XV.index_copy_(1, self.never_S, kept_XS)
+        saved_XS = logits_XV.index_select(1, self.never_S).masked_fill(is_forbidden_X[:, None], minimum)
+        logits_XV.index_copy_(1, self.never_S, saved_XS)
 
     def apply(self, held: Held, written_BW: Tensor, proposed_BW: Tensor) -> Held:
         """The blocks after `proposed_BW` was written at the positions `written_BW` (bool)."""

@@ -126,7 +126,7 @@ def run_expand(
     *,
     out_RF: Tensor | None = None,
 ) -> None:
-    """Add to the MASK rows of `y_RE`; or, with `out_RF`, keep it and store the SwiGLU of all rows."""
+    """Add to the MASK rows of `y_RE`; or, with `out_RF`, leave it and store the SwiGLU of all rows."""
     num_rows, rank = len(y_RE), b_Er.shape[1]
     if num_rows == 0:
         return

@@ -34,7 +34,7 @@ class GatedLora:
 def expand_add(
     y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, sizes: tuple[int, ...], scaling: float
 ) -> Tensor:
-    """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows keep their bits. Returns `y_RE`.
+    """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows do not change. Returns `y_RE`.
 
     `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
     of each part in turn, with any content in other rows."""

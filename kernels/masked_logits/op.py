@@ -50,7 +50,7 @@ def masked_logits(
     Logits are hidden times weight (same dtype, contiguous rows), rounded to that dtype; the token is the
     argmax, ties to the lower id. `forbidden_S`: ids (int64) that have no probability. `entropy`: also return
     it. `route`: "fused" (see `has_fused`) or "chunks"; None: the default. Chunks take `max_bytes`, whatever X
-    is. `workspace` (fp32, flat): where the fused route keeps its numbers, of `WORKSPACE_BYTES` + X *
+    is. `workspace` (fp32, flat): where the fused route stores its numbers, of `WORKSPACE_BYTES` + X *
     `WORKSPACE_ROW_BYTES` bytes."""
     assert hidden_RD.dtype == weight_VD.dtype and hidden_RD.shape[1] == weight_VD.shape[1], (
         f"{hidden_RD.dtype=} {weight_VD.dtype=} {hidden_RD.shape=} {weight_VD.shape=}"

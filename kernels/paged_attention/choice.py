@@ -58,7 +58,7 @@ class Launch:
     sum_stages: int = 12
     """Parts that are loaded ahead when they are added in order."""
     half_parts: bool = False
-    """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
+    """Parts are float16 with a power of two per row; not with fixed splits, which hold some in registers."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False

@@ -39,9 +39,8 @@ def add_sums(sums, other):
 def _in_half(acc, total, highest):
     """The same part with `acc` in [-2, 2] of float16: a power of two of each row moves into its maximum.
 
-    float16 keeps 11 bits of the largest value of a row, and the bfloat16 output keeps 8. The range of the
-    power keeps parts of different size comparable in float32; a part above 2^76 is infinite, and below 2^-64
-    it is 0."""
+    float16 has 11 bits of the largest value of a row, and the bfloat16 output 8. The range of the power makes
+    parts of different size comparable in float32; a part above 2^76 is infinite, and below 2^-64 it is 0."""
     largest = tl.max(tl.abs(acc), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -40), 60)
     shrink = ((127 - exponent) << 23).to(tl.float32, bitcast=True)

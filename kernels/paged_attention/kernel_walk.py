@@ -83,7 +83,7 @@ def with_slots_before(scores, slots, row_ends, total, highest, scale_log2):
 
 @triton.jit
 def sums_before(before, total, highest, is_whole, row_ends):
-    """Sums before the block of a share: all of it if it ends before the block, else what was kept.
+    """Sums before the block of a share: all of it if it ends before the block, else what was stored.
 
     Rows before the block, which see its slots too, have none."""
     total, highest = tl.where(is_whole, total, before[0]), tl.where(is_whole, highest, before[1])

@@ -264,7 +264,7 @@ def _attend(
 
 
 def _bias(group: _Group, dtype: torch.dtype, repeats: int) -> torch.Tensor:
-    """Additive mask [b, 1, repeats * m, s], kept for all layers: SDPA would convert a bool mask in each."""
+    """Additive mask [b, 1, repeats * m, s], cached for all layers: SDPA would convert a bool mask in each."""
     key = (dtype, repeats)
     if key not in group.bias:
         bias_bms = torch.zeros(group.visible_bms.shape, dtype=dtype, device=group.visible_bms.device)

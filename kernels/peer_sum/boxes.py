@@ -31,7 +31,7 @@ class PeerBoxes:
     """The box of every rank for rows of `width` elements of `dtype`; see README.md.
 
     `addresses` are those of the boxes, `stop` that of an int32 that ends all waiting once it is 1. `turns`
-    (int32) has a value for each of the `num_slots` rows. `owner` keeps the memory."""
+    (int32) has a value for each of the `num_slots` rows. `owner` holds the memory."""
 
     rank: int
     size: int

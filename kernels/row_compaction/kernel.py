@@ -186,13 +186,13 @@ def find_kernel(
 
 @triton.jit
 def spread_kernel(
-    kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
+    retained_BW, ends_B, starts_B, rows_BW, keep_R, limits_R, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     """Flags of one sequence's positions to their rows, and the slot below which these see their block."""
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
     row = tl.load(rows_BW + b * SIZE + w, mask=w < SIZE, other=-1)
-    kept = tl.load(kept_BW + b * SIZE + w, mask=w < SIZE, other=0)
+    kept = tl.load(retained_BW + b * SIZE + w, mask=w < SIZE, other=0)
     limit = tl.load(starts_B + b) + tl.load(ends_B + b)
     tl.store(keep_R + row, kept, mask=row >= 0)
     tl.store(limits_R + row, limit + w * 0, mask=row >= 0)

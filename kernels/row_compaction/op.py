@@ -12,7 +12,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.row_compaction import plain
-from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, RowCapacity
+from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, RetainedWanted, RowCapacity
 
 MAX_GATHERED = 6
 """Tensors of one launch."""
@@ -90,7 +90,7 @@ def compact_rows(
     )
 
 
-def keep_wanted(
+def retain_wanted(
     rows_X: Tensor,
     first_B: Tensor,
     num_B: Tensor,
@@ -99,7 +99,7 @@ def keep_wanted(
     *,
     size: int,
     num_head: int | None = None,
-) -> KeptWanted:
+) -> RetainedWanted:
     """The wanted rows that are left, in their order, as rows of the head. int64 but for `waits_B` (bool).
 
     Those of sequence b are `rows_X[first_B[b] : first_B[b] + num_B[b]]`, at most `size`; a sequence of
@@ -108,7 +108,7 @@ def keep_wanted(
     packs, num_head = num_head is not None, len(rows_X) if num_head is None else num_head
     if not runs_kernels(rows_X):
         given = rows_X, first_B, num_B, waits_B, origin_R
-        return plain.keep_wanted(*given, num_head=num_head, packs=packs)
+        return plain.retain_wanted(*given, num_head=num_head, packs=packs)
     import triton
 
     from idlm.kernels.row_compaction.kernel import index_wanted_kernel, search_wanted_kernel
@@ -134,7 +134,7 @@ def keep_wanted(
         BLOCK=PADDING_BLOCK,
         num_warps=1,
     )
-    return KeptWanted(
+    return RetainedWanted(
         index_H=index_H,
         origin_H=origin_H if packs else None,
         numbers_X=numbers_X,
@@ -167,22 +167,22 @@ def find_index(
 
 
 def spread_index(
-    kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
+    flags_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that remain (bool) and see the first `ends_B`
     positions of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
-        return plain.spread_index(kept_BW, ends_B, starts_B, rows_BW, num_rows)
+        return plain.spread_index(flags_BW, ends_B, starts_B, rows_BW, num_rows)
     import triton
 
     from idlm.kernels.row_compaction.kernel import spread_kernel
 
     (num_sequences, size), device = rows_BW.shape, rows_BW.device
-    assert kept_BW.is_contiguous() and rows_BW.is_contiguous(), f"{kept_BW.stride()=} {rows_BW.stride()=}"
+    assert flags_BW.is_contiguous() and rows_BW.is_contiguous(), f"{flags_BW.stride()=} {rows_BW.stride()=}"
     keep_R = torch.empty(num_rows, dtype=torch.bool, device=device)
     limits_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     spread_kernel[(num_sequences,)](
-        *(kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R),
+        *(flags_BW, ends_B, starts_B, rows_BW, keep_R, limits_R),
         SIZE=size,
         BLOCK_W=triton.next_power_of_2(size),
         num_warps=1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, RowCapacity
+from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, RetainedWanted, RowCapacity
 
 
 def compact_rows(
@@ -68,7 +68,7 @@ def compact_rows(
 def _within_capacity(
     rows: PackedRows, drop: Drop, limit: RowCapacity, keep_R: Tensor, is_block_R: Tensor, demand_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rows that are kept, of sequences that wait the scheduled ones alone; and which sequences wait."""
+    """The retained rows, of sequences that wait the scheduled ones alone; and which sequences wait."""
     is_scheduled_R = ~is_block_R & keep_R
     if drop.scheduled_B is not None:
         counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
@@ -81,7 +81,7 @@ def _within_capacity(
     return keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R]), waits_B
 
 
-def keep_wanted(
+def retain_wanted(
     rows_X: Tensor,
     first_B: Tensor,
     num_B: Tensor,
@@ -90,8 +90,8 @@ def keep_wanted(
     *,
     num_head: int,
     packs: bool,
-) -> KeptWanted:
-    """See `op.keep_wanted`."""
+) -> RetainedWanted:
+    """See `op.retain_wanted`."""
     num_wanted, device = len(rows_X), rows_X.device
     index_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
     is_left_X = origin_R[index_X] == rows_X
@@ -111,7 +111,7 @@ def keep_wanted(
         origin_H = torch.where(is_row_H, origin_H, 0)
         numbers, index_H = counts_X1[:-1], torch.where(is_row_H, index_X[origin_H], 0)
         is_left_X = is_left_X & (numbers < num_head)
-    return KeptWanted(
+    return RetainedWanted(
         index_H=index_H,
         origin_H=origin_H,
         numbers_X=torch.where(is_left_X, numbers, -1),
@@ -135,11 +135,11 @@ def find_index(
 
 
 def spread_index(
-    kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
+    flags_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """See `op.spread_index`."""
     limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
-    keep_R = by_row(kept_BW, rows_BW, num_rows, other=True)
+    keep_R = by_row(flags_BW, rows_BW, num_rows, other=True)
     return keep_R, by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
 
 

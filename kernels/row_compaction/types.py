@@ -54,7 +54,7 @@ class RowCapacity(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptWanted:
+class RetainedWanted:
     """Row h of the head is row `index_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
     h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
     room. `waits_B` (bool): sequences that found none, now or before; `demand_B` int64: rows of the head that
@@ -66,7 +66,7 @@ class KeptWanted:
     waits_B: Tensor
     demand_B: Tensor
 
-    def cut(self, num_rows: int) -> KeptWanted:
+    def cut(self, num_rows: int) -> RetainedWanted:
         """The first rows of the head, of which the others are padding."""
         assert self.origin_H is not None
         return replace(self, index_H=self.index_H[:num_rows], origin_H=self.origin_H[:num_rows])

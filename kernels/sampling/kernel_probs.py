@@ -168,7 +168,7 @@ def kept_chunks(
     p_row, p_chunks, p_masses, p_ties, b_max, m_chunk, num_tokens, largest, scale, threshold, wanted,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Last id that is kept among the tokens at `threshold`, and the chunks' kept weights (fp32)."""
+    """Last id that passes among the tokens at `threshold`, and the chunks' kept weights (fp32)."""
     b_is_kept = m_chunk & (b_max >= threshold)
     num_listed = store_chunks(p_chunks, b_is_kept, CHUNKS)
     b_next, b_next_chunk, m_next = load_chunks(p_row, p_chunks, 0, num_listed, num_tokens, GROUP, CHUNK)

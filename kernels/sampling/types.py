@@ -62,7 +62,7 @@ def _power_of_two(number: int) -> int:
 class RowProbs:
     """Probabilities as logits (not copied, so they must not change) and numbers.
 
-    Token i is kept iff l_i > threshold or l_i = threshold and i <= tie_id; its probability is then
+    Token i passes the filters iff l_i > threshold or l_i = threshold and i <= tie_id; its probability is then
     2^((l_i - max) * scale) / mass. `numbers_XF` fp64: max, scale = log2(e) / temperature, threshold, tie_id,
     mass, id of the largest logit; with `own` also the model's own mass and entropy (nats).
     `masses_XC` fp32: kept mass of each chunk."""

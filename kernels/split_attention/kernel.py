@@ -1,7 +1,7 @@
 """The Triton kernels of split attention: one forward, and a backward pass of five products per tile, or three
 where clean keys need no gradient.
 
-Every program keeps one tile (queries in the forward, keys in the backward) and walks over the tiles of its
+Every program holds one tile (queries in the forward, keys in the backward) and walks over the tiles of its
 two ranges in a single loop, so that the pipeline of loads fills once. Tiles lie anywhere in a range, not on a
 grid; a tile that would reach into padding is moved back to end at the last real row, and the rows that it
 shares with its neighbour are masked. So padding is never read. Contract in README.md.

@@ -94,7 +94,7 @@ def _backward_shapes(
     return torch.empty_like(output), dkey, dvalue
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, ranges, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, *ranges)
     ctx.mark_non_differentiable(output[1])
@@ -106,7 +106,7 @@ def _gradients(ctx: Any, doutput: torch.Tensor, _: Any) -> tuple[Any, ...]:
     return *(gradient.transpose(1, 2) for gradient in gradients), [None] * len(ranges), None
 
 
-torch.library.register_autograd("idlm::split_attention", _gradients, setup_context=_keep)
+torch.library.register_autograd("idlm::split_attention", _gradients, setup_context=_save_for_backward)
 
 
 def visible(see: Visibility, num_keys: int | None = None) -> torch.Tensor:

@@ -126,7 +126,7 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     while engine.capture_missed():
         pass
     [wide] = [shape for shape in step._graphs if shape.num_sequences == 8 and not shape.filters]
-    limits = (BlockLimits(capacity=PassRows(fed=8, kept=8, head=head)) for head in (8, 4))
+    limits = (BlockLimits(capacity=PassRows(fed=8, retained=8, head=head)) for head in (8, 4))
     small, smaller = (replace(wide, payload=each) for each in limits)
     ahead, step._num_padded[small], step._num_padded[smaller] = len(step._graphs), 2000, 1000
     assert engine.capture_missed() and small in step._graphs
@@ -352,8 +352,8 @@ def test_passes_with_blocks_run_in_a_larger_graph_until_it_wastes_a_capture(tmp_
         payload=BlockLimits(),
     )
     step.capture(wide)
-    capacity = PassRows(fed=2048, kept=1024, head=512)
-    limits, less = (BlockLimits(capacity=replace(capacity, kept=kept)) for kept in (1024, 512))
+    capacity = PassRows(fed=2048, retained=1024, head=512)
+    limits, less = (BlockLimits(capacity=replace(capacity, retained=retained)) for retained in (1024, 512))
     assert all(step._holder(replace(wide, payload=each)) == wide for each in (limits, less))
     assert step._holder(replace(wide, filters=True, payload=limits)) is None, "sampling costs more"
     tight, num_passes = replace(wide, payload=limits), 1

@@ -128,9 +128,9 @@ def export(
 def _write_texts(staging: Path, target: Path, base: BaseFiles, card: str | None) -> None:
     """Write the model card and the licence of the base, unless `target` has one that somebody else wrote."""
     texts = {MODEL_CARD: None if card is None else card.encode(), LICENSE: base.license_text}
-    kept = foreign_files(target, texts)
+    foreign = foreign_files(target, texts)
     for name, content in texts.items():
-        if name in kept:
+        if name in foreign:
             log.warning("%s stays as it is: idlm did not write it", target / name)
         elif content is not None:
             (staging / name).write_bytes(content)

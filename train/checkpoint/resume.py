@@ -190,10 +190,10 @@ def _newest_intact(run: Path) -> Path | None:
         try:
             verify(path, sealed=True)
         except UserError as error:
-            kept = _free_name(path.with_name(f"damaged-{path.name}"))
-            log.warning("%s is damaged, passed over and kept as %s: %s", path, kept.name, error.message)
+            aside = _free_name(path.with_name(f"damaged-{path.name}"))
+            log.warning("%s is damaged, passed over and renamed to %s: %s", path, aside.name, error.message)
             # The run will publish a checkpoint of the same step at this path.
-            os.rename(path, kept)
+            os.rename(path, aside)
             continue
         return path
     return None
@@ -207,7 +207,7 @@ def _move_aside(run: Path) -> None:
         if folder.exists():
             aside = _free_name(folder.with_name(f"{folder.name}.old"))
             os.rename(folder, aside)
-            log.info("the earlier run was kept: %s", aside)
+            log.info("the earlier run was moved to %s", aside)
 
 
 def _free_name(path: Path) -> Path:

@@ -3,8 +3,8 @@
 `train.save=sync` writes each part where it is put. `train.save=async` copies a part into host memory (pinned
 where it comes from a GPU), and a thread of each rank writes the copies once all of them are made. Files,
 manifest and publication are the same, and so is the code that writes them. The copies' memory is allocated by
-a thread early in the run, and kept for all saves. A thread is enough: torch, safetensors and hashlib release
-the GIL while they write and hash.
+a thread early in the run, and reused for all saves. A thread is enough: torch, safetensors and hashlib
+release the GIL while they write and hash.
 
 DeepSpeed has writers of its own, which publish nothing atomically: here it makes its state as always, and
 hands it to `put`, file by file, in place of `torch.save`."""

@@ -141,7 +141,7 @@ class LoopConfig:
     workers: int = option("processes that prepare rows; 0 prepares them in the training process", 0)
     log_every: int = option("steps between metrics; each stage also ends with them", 10)
     save_every: int = option("steps between checkpoints", 500)
-    save_total_limit: int = option("checkpoints kept", 2)
+    save_total_limit: int = option("checkpoints that are not deleted", 2)
     save: str = option(
         "async: training waits for copies in host memory, which a thread writes; sync: for the files", "async"
     )
@@ -152,7 +152,7 @@ class LoopConfig:
         "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
         None,
     )
-    offload_optimizer: bool = option("keep the ZeRO optimizer in host memory (slow)", False)
+    offload_optimizer: bool = option("store the ZeRO optimizer in host memory (slow)", False)
     deepspeed: str | None = option("DeepSpeed configuration file, in place of zero_stage", None, is_path=True)
     hang_seconds: float = option(
         "seconds without progress of a rank after which the run ends, naming the rank", 600.0

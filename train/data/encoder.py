@@ -293,7 +293,7 @@ class Encoder:
         return kept | {"content": content}
 
     def _response(self, text: str, origin: str) -> str:
-        """Return the assistant's text, without its thinking unless that is kept."""
+        """Return the assistant's text, without its thinking unless `thinking` is `keep`."""
         response = text if self.thinking == "keep" else without_thinking(text, origin=origin)
         if not response.strip():
             raise _nothing_to_predict(origin, "an empty response")

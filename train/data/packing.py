@@ -38,7 +38,7 @@ class Recent(Generic[T]):
         self._values: OrderedDict[int, T] = OrderedDict()
 
     def get(self, number: int, make: Callable[[int], T]) -> T:
-        """Return the value of `number`, made by `make(number)` where it is not kept."""
+        """Return the value of `number`, made by `make(number)` where it is not cached."""
         if number not in self._values:
             self._values[number] = make(number)
             while len(self._values) > self._limit:
@@ -211,10 +211,10 @@ class FileRows:
         is_wanted = np.ones(len(costs), dtype=bool) if left_out is None else ~left_out
         is_overlong = is_wanted & ((self.lengths > limits.max_length) | (costs > limits.row_length))
         fitting = np.flatnonzero(is_wanted & ~is_overlong)
-        parts, num_kept = self._parts(np.flatnonzero(is_overlong))
+        parts, num_trained = self._parts(np.flatnonzero(is_overlong))
         whole = np.stack([fitting, np.zeros_like(fitting), self.lengths[fitting], costs[fitting]], axis=1)
         self.units = np.concatenate([whole, parts])
-        self.num_lost = int(self.num_targets[is_overlong].sum()) - num_kept
+        self.num_lost = int(self.num_targets[is_overlong].sum()) - num_trained
         self.num_cut = len(np.unique(parts[:, 0]))
         self.num_dropped = int(is_wanted.sum()) - len(fitting) - self.num_cut
         if not len(self.units):

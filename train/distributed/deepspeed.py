@@ -42,7 +42,7 @@ def zero_stage(loop: LoopConfig) -> int | None:
     return loop.zero_stage
 
 
-def keeps_fp32_masters(config: TrainConfig) -> bool:
+def has_fp32_masters(config: TrainConfig) -> bool:
     """Whether weights are bfloat16 in the model and fp32 in the optimizer."""
     return uses_deepspeed(config.train) and (config.train.bf16 or config.model.dtype == "bfloat16")
 
@@ -78,7 +78,7 @@ def local_part(parameter: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
-    """Inside, `parameters` are whole on every rank; with `writes`, changes by rank 0 are kept on all ranks.
+    """Inside, `parameters` are whole on every rank; with `writes`, changes by rank 0 are copied to all ranks.
 
     Collective. Does nothing for parameters that are not partitioned."""
     parts = [parameter for parameter in parameters if is_partitioned(parameter)]
@@ -121,7 +121,7 @@ def whole_weights(
 
     Under ZeRO-3 one parameter at a time is gathered and copied to the host; otherwise nothing is copied.
     Names of tied parameters share one tensor, as in `state_dict()`."""
-    keeps = not is_distributed() or torch.distributed.get_rank() == 0
+    is_writer = not is_distributed() or torch.distributed.get_rank() == 0
     weights: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -132,9 +132,9 @@ def whole_weights(
             continue
         if id(value) not in copies:
             with gathered([value]):
-                copies[id(value)] = value.detach().cpu().clone() if keeps else torch.empty(0)
+                copies[id(value)] = value.detach().cpu().clone() if is_writer else torch.empty(0)
         weights[name] = copies[id(value)]
-    return weights if keeps else None
+    return weights if is_writer else None
 
 
 T = TypeVar("T")

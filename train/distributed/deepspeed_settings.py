@@ -27,7 +27,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from idlm.errors import UserError, install_command
 from idlm.log import num_processes
 from idlm.train.config.schema import TrainConfig
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, has_fp32_masters, num_elements
 
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
@@ -72,7 +72,7 @@ def _own_settings(config: TrainConfig, stage: int | None, device_type: str) -> d
     loop = config.train
     base: dict[str, Any] = dict.fromkeys(FILLED_BY_TRAINER, "auto")
     # accelerate would otherwise swap torch's AdamW for one that is compiled on the spot.
-    base |= {"bf16": {"enabled": keeps_fp32_masters(config)}, "zero_force_ds_cpu_optimizer": False}
+    base |= {"bf16": {"enabled": has_fp32_masters(config)}, "zero_force_ds_cpu_optimizer": False}
     base["steps_per_print"] = 10**9
     zero: dict[str, Any] = {"stage": stage}
     if stage:
@@ -212,7 +212,7 @@ def settings_problems(given: Mapping[str, Any], config: TrainConfig) -> Iterator
     """What contradicts our settings or is not supported."""
     if _enabled(given, "fp16") is True or _enabled(given, "amp") is True:
         yield "fp16 is not supported, its range is too small for this loss; use bf16"
-    is_bf16 = keeps_fp32_masters(config)
+    is_bf16 = has_fp32_masters(config)
     if _enabled(given, "bf16") not in (None, AUTO, is_bf16):
         yield (
             f"bf16.enabled={json.dumps(_enabled(given, 'bf16'))} contradicts train.bf16 and model.dtype, "

@@ -1,9 +1,8 @@
 """DeepSpeed's ZeRO-2 with the same gradients and norms, for fewer bytes, launches and waits; ZeRO-1 too, as
 far as its optimizer has the same ways.
 
-`shorten` replaces methods of one optimizer, read in DeepSpeed 0.19.8. An optimizer that lacks what they
-use keeps its own: another version, ZeRO-3, offloaded states, float32 weights. For P weights of a rank's
-partition:
+`shorten` replaces methods of one optimizer, read in DeepSpeed 0.19.8. An optimizer that lacks what they use
+has its own: another version, ZeRO-3, offloaded states, float32 weights. For P weights of a rank's partition:
 
     sums      a reduced bfloat16 slice is added to the fp32 sums without a converted copy: 10 P bytes per
               micro-batch, not 18 P.

@@ -257,12 +257,12 @@ class Progress(TrainerCallback):
         self.trainer = trainer
         clip = trainer.accelerator.clip_grad_norm_
 
-        def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+        def clip_and_record(*args: Any, **kwargs: Any) -> Any:
             self._grad_norm = clip(*args, **kwargs)
             # transformers waits for DeepSpeed's norm in every step, but only to log what we log ourselves.
             return None if trainer.is_deepspeed_enabled else self._grad_norm
 
-        trainer.accelerator.clip_grad_norm_ = clip_and_keep
+        trainer.accelerator.clip_grad_norm_ = clip_and_record
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -232,7 +232,7 @@ class Watchdog(TrainerCallback):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         for beat in culprits:
             if beat.host == self.mine.host and beat.rank != self.mine.rank and not beat.failure_message:
-                # A stopped process does not end by itself and would keep its memory.
+                # A stopped process does not end by itself and would hold its memory.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(beat.pid, signal.SIGKILL)
         if self.mine.rank == 0 and self.store is not None:

@@ -37,10 +37,10 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """query [B, N, T, H], key and value [B, K, T, H]."""
 Attention = Callable[..., Tensor]
 """`(heads, mask, **further arguments of transformers) -> [B, T, N, H]`."""
-KEPT, SEEN = "kept", "seen"
+STORED, SEEN = "stored", "seen"
 """What becomes of the keys and values of clean rows, for a batch whose noisy rows run by themselves:
-attention modules keep them as `KEPT_KEYS`, or noisy rows see them too."""
-KEPT_KEYS = "clean_keys"
+attention modules store them as `STORED_KEYS`, or noisy rows see them too."""
+STORED_KEYS = "clean_keys"
 """An attribute of the module: compiled layers read tensors there without knowing which layer they are."""
 
 
@@ -102,14 +102,14 @@ def _of_one_width(heads: Heads) -> Heads:
 def _attend_apart(
     function: Attention, clean_keys: str, module: nn.Module, heads: Heads, attention_mask: Any, **further: Any
 ) -> Tensor:
-    """Attention of clean rows, whose keys and values are kept, or of noisy rows, to which they are added.
+    """Attention of clean rows, whose keys and values are stored, or of noisy rows, to which they are added.
     Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
     up, and the results of those rows are dropped."""
     query_BNTH, key_BKTH, value_BKTH = heads
-    if clean_keys == KEPT:
-        setattr(module, KEPT_KEYS, (key_BKTH, value_BKTH))
+    if clean_keys == STORED:
+        setattr(module, STORED_KEYS, (key_BKTH, value_BKTH))
         return function(heads, attention_mask, **further)
-    key, value = getattr(module, KEPT_KEYS)
+    key, value = getattr(module, STORED_KEYS)
     query = query_BNTH
     if function is not split_attention:
         query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
@@ -119,7 +119,7 @@ def _attend_apart(
 
 def forget_clean_keys(model: nn.Module) -> None:
     for module in model.modules():
-        vars(module).pop(KEPT_KEYS, None)
+        vars(module).pop(STORED_KEYS, None)
 
 
 def leave_out_of_compiled_layers() -> None:
@@ -188,7 +188,7 @@ def mask_arguments(meta: RowMeta, attention: str, *, num_queries: int | None = N
         return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":
         return {"attention_mask": dense_mask(meta)[:, None]}
-    # Any tensor with four dimensions keeps transformers from building a mask of its own.
+    # Any tensor with four dimensions prevents transformers from building a mask of its own.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=meta.doc_ids.device)
     if attention == "idlm_split":
         ranges = row_ranges(meta, num_queries=num_queries).tensors()

@@ -185,7 +185,7 @@ def prepare_mask_row(model: PreTrainedModel, mask_token_id: int) -> bool:
     rows_VD = model.get_input_embeddings().weight
     with gathered([rows_VD], writes=True):
         if is_usable(rows_VD[mask_token_id]):
-            log.debug("mask row %d kept as the base has it", mask_token_id)
+            log.debug("mask row %d is that of the base", mask_token_id)
             return False
         rows_VD[mask_token_id] = mean_of_others(rows_VD, mask_token_id).to(rows_VD.dtype)
     log.info("mask row %d was zero or not finite: set to the mean embedding", mask_token_id)

@@ -31,7 +31,7 @@ SHORT_LAYER = 1 << 39
 about 2 ms on an H100, and as much again for each of both products of the backward pass."""
 MAX_GRAPHS = 16
 """An even number: those of gated batches come in pairs."""
-KEPT_FREE = 1 / 16
+MIN_FREE = 1 / 16
 """Of the device's memory, which the head, the optimizer and evaluations may still need."""
 PARTS = 32
 """Gated batches are filled up to a multiple of their rows over this, so that few shapes come up."""
@@ -69,7 +69,7 @@ class _Replay(torch.autograd.Function):
         graph = ctx.graph
         graph.grad_output.copy_(grad_output)
         graph.backward.replay()
-        # Copies, because autograd may keep what it gets as `.grad`, and the next replay writes here again.
+        # Copies, because autograd may store what it gets as `.grad`, and the next replay writes here again.
         found = [gradient for gradient in graph.gradients if gradient is not None]
         copies = [torch.empty_like(gradient) for gradient in found]
         torch._foreach_copy_(copies, found)
@@ -172,7 +172,7 @@ class BodyGraphs:
         free, total = torch.cuda.mem_get_info()
         self._held += before - free
         # A new shape of a gated batch first runs outside the graphs, and takes as much again.
-        if free < max(KEPT_FREE * total, self._held if self.pair is not None else 0):
+        if free < max(MIN_FREE * total, self._held if self.pair is not None else 0):
             self.release()
             log.info("no CUDA graphs: with them too little of the GPU's memory is left")
             raise CaptureError
@@ -220,7 +220,7 @@ class BodyGraphs:
     @contextmanager
     def _other_leaves(self) -> Iterator[list[nn.Parameter]]:
         """Inside, other leaves of autograd, in the order of `_trained`, hold the trained weights. A pass
-        waits for the stream on which a leaf was first used, and hooks of DDP and ZeRO keep their leaves."""
+        waits for the stream on which a leaf was first used, and hooks of DDP and ZeRO hold their leaves."""
         leaves = {key: nn.Parameter(weight.detach()) for key, weight in _trained(self.body).items()}
         indices = [
             (module, name, weight)

@@ -5,7 +5,7 @@ their parts. Weights stay where they are, under their names: to put them togethe
 product with the rows of a micro-batch. The gradient of the input becomes one product too, summed in float32,
 where parts would be rounded and added.
 
-Not queries, keys and values: the values of the backward pass would keep the whole product, and to write three
+Not queries, keys and values: the values of the backward pass would hold the whole product, and to write three
 gradients side by side took longer on an H100 than three products."""
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Objective(ABC):
     """Whether it reads `max_padding`."""
     predicts_next: ClassVar[bool]
     """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to weigh
-    and no gated adapter, which keeps the clean rows of the base."""
+    and no gated adapter, whose clean rows are those of the base."""
     term_names: ClassVar[tuple[str, ...]]
 
     mask_token_id: int | None

@@ -231,10 +231,10 @@ def mask_choice(
         name = next(name for name, value in model.named_parameters() if value is rows_VD)
         norm = embedding_norm(Path(config.model.path), name, mask_token_id)
         if norm is not None:
-            is_kept = 0 < norm < float("inf")
-            use = "kept" if is_kept else "replaced by the mean embedding"
+            is_usable = 0 < norm < float("inf")
+            use = "kept" if is_usable else "replaced by the mean embedding"
             lines.append(f"norm of its embedding {norm:.3g}: {use}")
-            if not is_kept:
+            if not is_usable:
                 return mask_token_id, trained_D, lines
     return mask_token_id, None, lines
 

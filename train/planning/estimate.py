@@ -180,7 +180,7 @@ def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
     """Settings that lower the largest term of the memory plan, by what the run needs then."""
     gpus = estimate.setup.world_size
     changes = [(name, run, gpus) for name, run in smaller_runs(config, num_gpus=gpus).items()]
-    # Recomputed activations have other names than kept ones: terms are compared by their first word.
+    # Recomputed activations have other names than saved ones: terms are compared by their first word.
     kind = max(estimate.memory.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")
     before, found = _bytes_of_kind(estimate.memory, kind), []
     for name, changed, world_size in [*changes, (f"{2 * gpus} GPUs", config, 2 * gpus)]:

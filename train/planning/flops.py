@@ -21,7 +21,7 @@ PRODUCT = 2
 """FLOPs per weight and row of a product, of its gradient of the input, and of that of the weight."""
 PAIR_FORWARD, PAIR_BACKWARD = 4, 10
 """FLOPs per visible pair and element of a query: two products forward; backward four, and that of queries and
-keys once more, because the scores are not kept."""
+keys once more, because the scores are not saved."""
 PEAK_BF16 = (
     ("B200", 2250e12),
     ("H200", 989e12),

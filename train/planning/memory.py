@@ -1,7 +1,7 @@
 """How much memory one GPU needs at the peak of a training step: every term with its formula, without a GPU.
 
-The peak is the first layer of the backward pass, when everything that the forward pass keeps is there. What a
-layer keeps was read off autograd's saved tensors, eager and compiled
+The peak is the first layer of the backward pass, when everything that the forward pass saves is there. What a
+layer saves was read off autograd's saved tensors, eager and compiled
 (tests/unit/planning/test_memory_plan.py does it again). Masks of `idlm_documents` are left out.
 
 D width, F ffn, Q and K elements of all query and KV heads, V vocabulary, L layers, R rows fed at once, M of
@@ -102,14 +102,14 @@ def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryEstimate:
     return MemoryEstimate(terms=tuple(term for term in terms if term.num_bytes), outside=tuple(outside))
 
 
-def kept_per_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
-    """(bytes, formula) that one layer keeps of one row for its backward pass.
+def saved_per_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
+    """(bytes, formula) that one layer saves of one row for its backward pass.
 
     Eager, e bytes per element: of a norm its input in float32 and what its weight multiplies and its output;
     the same of the norms of queries and keys; what attention takes and gives; gate, up, silu(gate) and the
     product. Compiled, element-wise steps are done again: outputs of products, inputs of products and of
-    attention are kept. Under autocast the residual stream is float32 and each product has a narrow input of
-    its own. A frozen layer keeps no input of a product."""
+    attention are saved. Under autocast the residual stream is float32 and each product has a narrow input of
+    its own. A frozen layer saves no input of a product."""
     d, f, q, k = shape.width, shape.ffn, shape.queries, shape.keys
     e, norm = run.size, int(shape.has_qk_norm)
     if run.autocast:
@@ -125,8 +125,8 @@ def kept_per_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     return _sum((8 + 4 * scaled, d, "D"), (2 * e + heads, q, "Q"), (2 * e + heads, k, "K"), (gated, f, "F"))
 
 
-def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
-    """(bytes, formula) that the adapter of one layer keeps of one MASK row: inputs of A, and A's outputs."""
+def saved_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
+    """(bytes, formula) that the adapter of one layer saves of one MASK row: inputs of A, and A's outputs."""
     if not run.rank:
         return 0, ""
     # A bfloat16 base with a float32 adapter casts the inputs of A, one by one where nothing is compiled.
@@ -137,8 +137,8 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     return _sum(*parts, *([(a, shape.queries, "Q")] if casts else []))
 
 
-def kept_per_clean_row(shape: ModelShape, run: RunSetup, *, is_recomputed: bool) -> tuple[int, str]:
-    """(bytes, formula) that one layer keeps of one clean row of a gated adapter: keys and values of the pass
+def saved_per_clean_row(shape: ModelShape, run: RunSetup, *, is_recomputed: bool) -> tuple[int, str]:
+    """(bytes, formula) that one layer saves of one clean row of a gated adapter: keys and values of the pass
     without gradients, and once more next to those of noisy rows. Checkpointed layers make the latter again.
     Other attention than `idlm_split` has a query of it too, and its result."""
     if is_recomputed:
@@ -148,8 +148,8 @@ def kept_per_clean_row(shape: ModelShape, run: RunSetup, *, is_recomputed: bool)
 
 
 def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
-    per_row, formula = kept_per_row(shape, run)
-    per_mask_row, mask_formula = kept_per_mask_row(shape, run)
+    per_row, formula = saved_per_row(shape, run)
+    per_mask_row, mask_formula = saved_per_mask_row(shape, run)
     trained = run.mask_rows if run.rank else run.rows
     name, clean_rows = "M" if run.rank else "R", run.rows - trained
     formula = f"{name} ({' + '.join(filter(None, (formula, mask_formula)))})"
@@ -157,15 +157,15 @@ def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     recomputed = min(run.recomputed_layers or shape.layers, shape.layers) if run.is_checkpointed else 0
     whole, terms = shape.layers - recomputed, list[Term]()
     for is_recomputed, layers in ((True, recomputed), (False, whole)):
-        per_clean_row, clean_formula = kept_per_clean_row(shape, run, is_recomputed=is_recomputed)
+        per_clean_row, clean_formula = saved_per_clean_row(shape, run, is_recomputed=is_recomputed)
         more = f" + (R - M) ({clean_formula})" if clean_rows else ""
         per_layer = trained * (per_row + per_mask_row) + clean_rows * per_clean_row
         count = "L" if layers == shape.layers else str(layers)
         if is_recomputed:
             inputs = layers * (trained * stream * shape.width + clean_rows * per_clean_row)
             text = f"{count} ({name} {stream}D{more})"
-            terms.append(Term("activations kept, inputs of layers", inputs, text))
-            # The first layers are computed again when what the others keep is free.
+            terms.append(Term("activations saved, inputs of layers", inputs, text))
+            # The first layers are computed again when what the others save is free.
             again = 0 if whole else per_layer
             terms.append(Term("activations of one layer, again", again, formula + more))
         else:

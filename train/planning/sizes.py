@@ -180,7 +180,7 @@ def _sized(config: TrainConfig, length: int, batch: int) -> TrainConfig:
 
 def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConfig]:
     """Ways to train, from the fastest for a model that fits to that with the least memory: all weights, or a
-    gated LoRA; with activations kept or computed again; the state on each GPU or in parts."""
+    gated LoRA; with activations saved or computed again; the state on each GPU or in parts."""
     for adapter in (None, AdapterConfig()) if config.adapter is None else (config.adapter,):
         is_sharded = on_gpu and gpus > 1
         for zero_stage in ((1, 2, 3) if adapter is None else (None, 3)) if is_sharded else (None,):

@@ -17,7 +17,7 @@ from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
-    keeps_fp32_masters,
+    has_fp32_masters,
     num_parameters,
     num_trained_parameters,
     zero_stage,
@@ -86,7 +86,7 @@ def state_setup(config: TrainConfig, *, world_size: int) -> RunSetup:
         mask_rows=0,
         world_size=world_size,
         zero_stage=zero_stage(config.train),
-        is_bf16=keeps_fp32_masters(config) or config.model.dtype == "bfloat16",
+        is_bf16=has_fp32_masters(config) or config.model.dtype == "bfloat16",
         offloads=config.train.offload_optimizer,
         rank=0 if config.adapter is None else config.adapter.rank,
     )

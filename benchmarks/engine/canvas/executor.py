@@ -32,8 +32,8 @@ PRODUCT_ARMS = ("paper", "mosaic", "ours")
 
 
 def forward_of(arm: str, shape: TrunkShape) -> Forward:
-    """The templates of an arm: `ours` is the product, which may chunk query rows; `mosaic` keeps attention
-    whole, and `paper` also keeps x, norm, q, k, v and heads alive together, as attention without a plan does.
+    """The templates of an arm: `ours` is the product, which may chunk query rows; `mosaic` computes attention
+    whole, and `paper` also holds x, norm, q, k, v and heads alive together, as attention without a plan does.
     """
     assert arm in PRODUCT_ARMS, arm
     if arm == "ours":

@@ -162,7 +162,7 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def random_native(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> NativeModel:
-    """A model of random weights, made on the device: products keep the variance of their input."""
+    """A model of random weights, made on the device: products have the variance of their input."""
     model = empty_model(spec, device, dtype)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():

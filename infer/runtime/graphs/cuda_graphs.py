@@ -30,7 +30,7 @@ from idlm.infer.state.batch import Batch, Schedule, StepPlan, WantedRows, to_dev
 
 Columns = list[list[int]]
 MAX_CUDA_GRAPHS = 512
-"""Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
+"""Graphs at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
 MAX_EAGER_PASSES = 32
 """Eager decoding passes of one shape after which its graph is captured even in traffic: they have then taken
 longer than a capture does (a pass of launches, and the graph's creation)."""
@@ -47,7 +47,7 @@ MISSED_PASSES = 1.0
 
 class StaticStep:
     """A `Step` by schedule. With `captures` (needs a GPU) it captures the graph of a shape when it first sees
-    it; if it `is_warm`, only of one that keeps coming. Beyond `MAX_CUDA_GRAPHS` a new graph replaces the
+    it; if it `is_warm`, only of one that is frequent. Beyond `MAX_CUDA_GRAPHS` a new graph replaces the
     least recently used one; ranks that run the same passes replace the same ones."""
 
     def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
@@ -65,7 +65,7 @@ class StaticStep:
         self._num_padded: Counter[PassShape] = Counter()
         """Such passes until the shape has a graph."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
-        # One stream for all, because the allocator keeps what each stream has freed for that stream.
+        # One stream for all, because the allocator reserves what each stream has freed for that stream.
         self._side_stream = torch.cuda.Stream(self._device) if captures else None
 
     def __call__(self, schedule: Schedule) -> StepResult:
@@ -93,7 +93,7 @@ class StaticStep:
         graph.graph.replay()
         assert graph.fed is not None
         plan, wanted = graph.fed
-        # A copy, because wanted rows keep the logits that they have computed.
+        # A copy, because wanted rows hold the logits that they have computed.
         return self._step.decide(batch, plan, copy.copy(wanted))
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class StaticStep:
         self._step(self._batch(shape, self._no_sequences(shape)))
 
     def capture(self, shape: PassShape, *, frees_memory: bool = True) -> None:
-        """Capture a shape's graph and keep it. `frees_memory`, which takes time: it may have the memory that
+        """Capture a shape's graph and store it. `frees_memory`, which takes time: it may have the memory that
         earlier passes have freed."""
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]

@@ -90,15 +90,15 @@ class PassShape:
     def all_rows(self) -> int:
         """Rows of the pass in most of its layers."""
         capacity = self.limits.capacity
-        return self.num_rows + self.num_prompt_rows if capacity is None else capacity.kept
+        return self.num_rows + self.num_prompt_rows if capacity is None else capacity.retained
 
     @property
     def weight(self) -> float:
         """What the pass costs, in rows of all layers."""
         all_rows = self.num_rows + self.num_prompt_rows
         num_head = self.limits.num_wanted or self.num_rows
-        rows = self.limits.capacity or PassRows(fed=all_rows, kept=all_rows, head=num_head)
-        return max(rows.kept, STREAMED_ROWS) + (rows.fed + rows.head) / FEW_LAYERS
+        rows = self.limits.capacity or PassRows(fed=all_rows, retained=all_rows, head=num_head)
+        return max(rows.retained, STREAMED_ROWS) + (rows.fed + rows.head) / FEW_LAYERS
 
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""

@@ -4,7 +4,7 @@ Passes that only decode get a graph for every mode and, in steps of an eighth, e
 passes that also store a few prompt rows for every power of two of sequences. Passes of more rows than
 `eager_rows` need none: the host launches their kernels while the device computes the passes before. All
 kernels are compiled first, on all cores of the host: passes over tensors without memory (on the meta device)
-launch nothing but show which variants are needed, and Triton keeps them on disk."""
+launch nothing but show which variants are needed, and Triton caches them on disk."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "request_id", "prediction"),
-        # Of messages, their parts and their calls: what other servers and clients keep there.
+        # Of messages, their parts and their calls: what other servers and clients store there.
         *("annotations", "cache_control", "provider_specific_fields", "index"),
     )
 )

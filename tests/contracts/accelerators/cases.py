@@ -46,7 +46,7 @@ SIDES = {side: [name for name, kind in KINDS.items() if kind.side == side] for s
 STACKS = [(name,) for name in KINDS] + list(itertools.product(SIDES["rows"], SIDES["kv"]))
 LOSSY = [name for name, kind in KINDS.items() if kind.exactness == "lossy"]
 
-TIGHT = PassRows(fed=0, kept=0, head=0)
+TIGHT = PassRows(fed=0, retained=0, head=0)
 """The least capacity: what is scheduled, and two blocks."""
 FOCUS: list[dict[str, Any]] = [
     {"focus": {}},

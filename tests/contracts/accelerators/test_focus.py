@@ -184,7 +184,7 @@ def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
         if len(watch.passes) == num_before:
             continue
         found, right = watch.passes[-1], slow.passes[num_before]
-        assert (found.view.rows_BW[0] >= 0).nonzero()[:, 0].tolist() == list(right.selection.kept)
+        assert (found.view.rows_BW[0] >= 0).nonzero()[:, 0].tolist() == list(right.selection.retained)
         assert found.budget_B is not None
         assert int(found.budget_B[0]) == right.selection.budget
         start = right.number * SIZE
@@ -270,17 +270,17 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
 
     def watched(focus: FocusPass) -> RowSelection | None:
         nonlocal num_frozen
-        kept, plan = initial_rows(focus), focus.view.plan
-        assert kept is not None
+        retained, plan = initial_rows(focus), focus.view.plan
+        assert retained is not None
         for b, index in (focus.view.rows_BW >= 0).nonzero().tolist():
             row = int(focus.view.rows_BW[b, index])
             key, token = (int(plan.lanes_B[b]), int(plan.slots_R[row])), int(plan.token_ids_R[row])
-            if kept.keep_R[row]:
+            if retained.keep_R[row]:
                 stored[key] = token
             else:
                 num_frozen += 1
                 assert stored[key] == token
-        return kept
+        return retained
 
     monkeypatch.setattr(FocusPass, "initial_rows", watched)
     engine.generate(PROMPTS[:4], params()[:4])

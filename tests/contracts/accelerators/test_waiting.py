@@ -61,8 +61,8 @@ def test_waiting_changes_no_answer_of_focus(
     everything = len(PROMPTS) * 2 * SIZE
     capacities = [None, TIGHT]
     if stack == FOCUS[0]:
-        capacities += [PassRows(fed=everything, kept=0, head=everything)]
-        capacities += [PassRows(fed=everything, kept=everything, head=0)]
+        capacities += [PassRows(fed=everything, retained=0, head=everything)]
+        capacities += [PassRows(fed=everything, retained=everything, head=0)]
     for capacity in capacities:
         way = {"graphs": "on", "num_inflight_steps": 3}
         with monkeypatch.context() as patch:

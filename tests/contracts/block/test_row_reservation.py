@@ -114,9 +114,9 @@ def test_a_choice_stays_while_it_is_nearly_right() -> None:
     assert len(chosen - {None}) <= 2
 
 
-def demands(num: int, *, fed: int = 0, kept: int = 0, head: int = 0, **more: Any) -> list[RowDemand]:
+def demands(num: int, *, fed: int = 0, retained: int = 0, head: int = 0, **more: Any) -> list[RowDemand]:
     fields = {"samples": True, "waited": False, "certain": 0, **more}
-    return [RowDemand(rows=PassRows(fed=fed, kept=kept, head=head), **fields)] * num
+    return [RowDemand(rows=PassRows(fed=fed, retained=retained, head=head), **fields)] * num
 
 
 def schedule_of(num_feed: list[int], samples: list[bool]) -> Schedule:
@@ -140,21 +140,22 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
     for _ in range(MIN_PASSES):
         reservation.choose(schedule)
         whole = 64 + 3 * 32 + 12
-        assert schedule.limits == BlockLimits(capacity=PassRows(fed=whole, kept=whole, head=96))
-        prompt = demands(1, fed=64, kept=64, samples=False, certain=64)
+        assert schedule.limits == BlockLimits(capacity=PassRows(fed=whole, retained=whole, head=96))
+        prompt = demands(1, fed=64, retained=64, samples=False, certain=64)
         early = demands(1, fed=20, waited=True)  # It waited before it was known what it keeps.
         reservation.observe(
-            [*prompt, *demands(3, fed=20, kept=8, head=5), *early], PassRows(fed=160, kept=128, head=32)
+            [*prompt, *demands(3, fed=20, retained=8, head=5), *early],
+            PassRows(fed=160, retained=128, head=32),
         )
     reservation.choose(schedule)
-    assert schedule.limits == BlockLimits(capacity=PassRows(fed=64 + 60, kept=64 + 24, head=15))
+    assert schedule.limits == BlockLimits(capacity=PassRows(fed=64 + 60, retained=64 + 24, head=15))
     counts = reservation.counts
     assert (counts.num_passes, counts.num_pairs, counts.num_waits) == (4, 16, 4)
-    assert counts.requested == PassRows(fed=4 * 144, kept=4 * 88, head=60)
-    assert counts.computed == PassRows(fed=640, kept=512, head=128)
+    assert counts.requested == PassRows(fed=4 * 144, retained=4 * 88, head=60)
+    assert counts.computed == PassRows(fed=640, retained=512, head=128)
     dense = RowReservation(drops=False)
     for _ in range(MIN_PASSES):
-        dense.observe(demands(4, head=5), PassRows(fed=32, kept=32, head=32))
+        dense.observe(demands(4, head=5), PassRows(fed=32, retained=32, head=32))
     dense.choose(schedule)
     assert schedule.limits == BlockLimits(num_wanted=15)
 
@@ -163,21 +164,23 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
 def test_rooms_of_graphs_hold_every_pass_with_little_padding(num_sequences: int, block_size: int) -> None:
     num_rows = 2 * num_sequences * block_size
     capacities = warm_up_capacities(num_sequences, block_size, num_rows)
-    assert capacities[0] == PassRows(fed=num_rows, kept=num_rows, head=num_rows // 2)
+    assert capacities[0] == PassRows(fed=num_rows, retained=num_rows, head=num_rows // 2)
     assert len(capacities) == len(set(capacities)) <= 60
-    for kept in range(max(128, 2 * num_sequences), num_rows, 7):
-        needed = PassRows(fed=min(num_rows // 2, 3 * kept), kept=kept, head=min(num_rows // 2, kept // 2))
-        held = min(capacity.kept for capacity in capacities if capacity >= needed)
-        share = 1 / 8 if kept < 3 / 8 * num_rows / 2 else 1 / 4
-        assert kept <= held <= (1 + share) * kept + 64 or held == num_rows
+    for retained in range(max(128, 2 * num_sequences), num_rows, 7):
+        needed = PassRows(
+            fed=min(num_rows // 2, 3 * retained), retained=retained, head=min(num_rows // 2, retained // 2)
+        )
+        held = min(capacity.retained for capacity in capacities if capacity >= needed)
+        share = 1 / 8 if retained < 3 / 8 * num_rows / 2 else 1 / 4
+        assert retained <= held <= (1 + share) * retained + 64 or held == num_rows
 
 
 def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
     sizes: dict[str, int] = {"num_rows": 4096, "num_sequences": 64, "block_size": 32}
     assert row_capacity(None, num_scheduled=0, **sizes) is None
-    minimum = row_capacity(PassRows(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
-    assert minimum == PassRows(fed=192, kept=160, head=128)
-    for kept, rounded in (
+    minimum = row_capacity(PassRows(fed=0, retained=0, head=0), num_scheduled=96, **sizes)
+    assert minimum == PassRows(fed=192, retained=160, head=128)
+    for retained, rounded in (
         (161, 176),
         (256, 256),
         (257, 272),
@@ -186,8 +189,8 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
         (1025, 1088),
         (9000, 4096),
     ):
-        capacity = row_capacity(PassRows(fed=9000, kept=kept, head=2048), num_scheduled=0, **sizes)
-        assert capacity == PassRows(fed=4096, kept=rounded, head=2048)
+        capacity = row_capacity(PassRows(fed=9000, retained=retained, head=2048), num_scheduled=0, **sizes)
+        assert capacity == PassRows(fed=4096, retained=rounded, head=2048)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])

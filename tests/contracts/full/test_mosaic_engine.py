@@ -125,7 +125,7 @@ def test_a_decoder_that_keeps_pages_is_refused(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path)
     with pytest.raises(UserError, match="IDLM-0471") as caught:
         build_engine(tmp_path, "ar", memory="mosaic")
-    assert "keeps pages" in caught.value.message
+    assert "stores pages" in caught.value.message
 
 
 class LargestAllocation(TorchDispatchMode):

@@ -59,7 +59,7 @@ def test_passes_that_copy_the_rows_of_blocks_answer_the_same(
     directory = checkpoint(tmp_path, shifted=False)
     settings: dict[str, Any] = {**STRATEGY, "accelerators": thinly(stack), "page_size": 16}
     expected = clear_answers(build_engine(directory, "block", **settings), PROMPTS, PARAMS)
-    monkeypatch.setattr(prefix, "KEPT_ROWS", 0)
+    monkeypatch.setattr(prefix, "STORED_ROWS", 0)
     for graphs in ("on", "off"):
         engine = build_engine(directory, "block", device="cuda", graphs=graphs, **settings)
         found = engine.generate(PROMPTS, PARAMS)

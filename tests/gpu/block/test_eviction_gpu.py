@@ -39,7 +39,7 @@ def test_an_arm_follows_its_trace(name: str) -> None:
     assert found.traced_share > 0.9
     assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
     if arm.alpha is not None and arm.mage_k is None:
-        assert found.requested.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.1)
+        assert found.requested.retained / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.1)
 
 
 def test_parts_leave_their_rows(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_kernels_of_the_state_compile_for_hopper() -> None:
 
     of_B, of_R = (torch.empty(num, dtype=torch.int64, device="meta") for num in (200, 6400))
     of_BW = of_B.new_empty(200, 32)
-    rules = StateRules(of_request=True, keeps_stored=True, shifted=True, prefills=True)
+    rules = StateRules(of_request=True, retains_stored=True, shifted=True, prefills=True)
 
     def run() -> None:
         state = BlockState.empty(9, 32, of_B.device)

@@ -12,7 +12,7 @@ from idlm.kernels.row_compaction import (
     compact_rows,
     find_index,
     gather_rows,
-    keep_wanted,
+    retain_wanted,
     spread_index,
 )
 from tests.kernels.cases.sparse.row_compaction import (
@@ -51,7 +51,7 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
         gather_rows(of_R, [of_R.new_empty(9999, 64), of_R[:, None].bfloat16()])
         find_index(rows.cu_rows_B1, of_R, of_R.bool(), of_B, 32)
         spread_index(of_BW.bool(), of_B, of_B, of_BW, 9999)
-        keep_wanted(of_R, of_B, of_B, flags_B, of_R, size=32, num_head=99)
+        retain_wanted(of_R, of_B, of_B, flags_B, of_R, size=32, num_head=99)
 
     made = compiled_launches(run)
     assert len({name for name, _ in made}) == 7

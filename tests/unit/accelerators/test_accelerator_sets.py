@@ -293,7 +293,7 @@ def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
     """With rows of prompts and of clean blocks among them; they are not kept."""
     found = []
     for kept_rows in (0, 1 << 20):
-        monkeypatch.setattr(prefix, "KEPT_ROWS", kept_rows)
+        monkeypatch.setattr(prefix, "STORED_ROWS", kept_rows)
         world, accelerator = World(5), accelerator_of(name, k=6, exact_layers=1)
         starts = [SIZE * start for start in world.ints(1, 16)]
         view = world.view(starts, [0] * NUM_SEQUENCES, [world.indices() for _ in starts])

@@ -180,8 +180,8 @@ class Bench:
             return None
         minimum = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
         maximum = num_rows if kind == "tight" else num_rows + minimum
-        fed, kept = (self.generator.randint(min(minimum, maximum), maximum) for _ in range(2))
-        return PassRows(fed=fed, kept=min(fed, kept), head=len(self.lanes))
+        fed, retained = (self.generator.randint(min(minimum, maximum), maximum) for _ in range(2))
+        return PassRows(fed=fed, retained=min(fed, retained), head=len(self.lanes))
 
     def view(self, plan: StepPlan) -> PassView:
         """What an accelerator is shown of it."""
@@ -301,12 +301,12 @@ def run_pass(bench: Bench) -> None:
         for number, lane in enumerate(lanes)
     ]
     demand = [
-        rows + (0 if selection is None else len(selection.kept))
+        rows + (0 if selection is None else len(selection.retained))
         if not wait
         else min(rows, lane.num_scheduled)
         for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
     ]
-    waits = waits_for_rows(bench, demand, None if capacity is None else capacity.kept, waits)
+    waits = waits_for_rows(bench, demand, None if capacity is None else capacity.retained, waits)
     assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()
@@ -318,7 +318,7 @@ def run_pass(bench: Bench) -> None:
         if selection is None or waits[number]:
             assert not after
             continue
-        assert tuple(sorted(after)) == selection.kept
+        assert tuple(sorted(after)) == selection.retained
         assert lane.is_needed or int(focus.budget_B[number]) == selection.budget
         limits = {int(kv.plan.limits_R[row]) for row in after.values()}
         assert limits == {lane.num_stored + selection.limit}
@@ -328,7 +328,7 @@ def run_pass(bench: Bench) -> None:
 def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
     """What the reference makes of the pass."""
     if lane.is_needed:
-        return Selection(kept=tuple(range(bench.size)), budget=0, limit=bench.size, deltas={})
+        return Selection(retained=tuple(range(bench.size)), budget=0, limit=bench.size, deltas={})
     keys = [{index: lane.keys[layer, index] for index in range(bench.size)} for layer in (0, 1)]
     layers = (queries[0], keys[0]), (queries[1], keys[1])
     return select(lane.state, lane.masked, lane.open, layers, SCALE, bench.rules)
@@ -336,7 +336,7 @@ def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
 
 def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
     """At random, one at least; the next block of the sequence, or another sequence, where none is left."""
-    able = [index for index in lane.open if index in selection.kept]
+    able = [index for index in lane.open if index in selection.retained]
     chosen = bench.generator.sample(able, bench.generator.randint(1, min(len(able), 4)))
     note(lane.state, lane.masked, selection, len(chosen), bench.rules)
     frozen = bench.focus.memory.frozen_ZW[number].nonzero()[:, 0].tolist()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.quality import block_quality, decodability, law, sparse_fidelity
 from benchmarks.quality.arms import ArmResult, binomial_error, difference_error
-from benchmarks.quality.decodability import FOCUS, FULL, is_above, keeps_quality
+from benchmarks.quality.decodability import FOCUS, FULL, is_above, preserves_quality
 from benchmarks.quality.sparse_sets import (
     Probe,
     denoise,
@@ -74,9 +74,9 @@ def test_what_is_judged_of_focus() -> None:
         return result_of(marks, arm, decodability.Result, rows_per_token=1.0)
 
     full = found(4, base)
-    assert keeps_quality(found(6, focus), full) is True
-    assert keeps_quality(found(7, focus), full) is False
-    assert keeps_quality(found(100, replace(focus, threshold=0.7)), full) is None
+    assert preserves_quality(found(6, focus), full) is True
+    assert preserves_quality(found(7, focus), full) is False
+    assert preserves_quality(found(100, replace(focus, threshold=0.7)), full) is None
     assert is_above(full, found(20, base)) and not is_above(full, found(5, base))
 
 

@@ -175,7 +175,7 @@ def _locations(found: ResumeState) -> list[str]:
 def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ...]) -> None:
     lines = [_line(number + 1, str(number), max_tokens=6 - number) for number in range(3)]
     found = _resume_state(tmp_path, lines, "".join(_record(lines[number]) for number in there))
-    assert len(found.kept_lines) == len(there)
+    assert len(found.finished_lines) == len(there)
     assert _locations(found) == [line.location for number, line in enumerate(lines) if number not in there]
 
 
@@ -205,13 +205,13 @@ def test_a_failure_with_other_settings_is_answered_again(tmp_path: Path) -> None
     lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
     failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
     found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
-    assert (len(found.kept_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
+    assert (len(found.finished_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
 
 
 def test_a_line_lacking_a_sample_is_answered_again(tmp_path: Path) -> None:
     line = _line(1, "a", n=2)
     found = _resume_state(tmp_path, [line], _record(line, index=1))
-    assert (found.kept_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])
+    assert (found.finished_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])
     assert _resume_state(tmp_path, [line], _record(line, index=1) + _record(line)).is_whole
 
 
@@ -225,9 +225,9 @@ def test_blank_lines_are_skipped_and_broken_ones_have_a_number(tmp_path: Path) -
     lines = [_line(number, str(number)) for number in range(1, 5)]
     records = [_record(line) for line in lines]
     blank = _resume_state(tmp_path, lines, "\n" + records[0] + " \n\n" + "".join(records[1:]) + "\n")
-    assert blank.is_whole and blank.broken_lines == () and blank.kept_lines == {2, 5, 6, 7}
+    assert blank.is_whole and blank.broken_lines == () and blank.finished_lines == {2, 5, 6, 7}
     broken = _resume_state(
         tmp_path, lines, records[0] + '{"request_id"\n' + records[2] + "\n" + records[3][:-9]
     )
-    assert (broken.kept_lines, broken.broken_lines) == ({1, 3}, (2, 5))
+    assert (broken.finished_lines, broken.broken_lines) == ({1, 3}, (2, 5))
     assert _locations(broken) == ["in:2", "in:4"]

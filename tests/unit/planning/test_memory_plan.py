@@ -26,9 +26,9 @@ from idlm.train.planning.flops import TokenCounts, span, work_of
 from idlm.train.planning.memory import (
     DEVICE_BYTES,
     ModelShape,
-    kept_per_mask_row,
-    kept_per_row,
     memory_plan,
+    saved_per_mask_row,
+    saved_per_row,
     shape_of,
 )
 from idlm.train.planning.state import GIB, DiskPlan, RunSetup, check_disk
@@ -117,8 +117,8 @@ def kept_bytes(model, *, autocast: bool = False) -> int:
 
 
 def planned_bytes(shape: ModelShape, run: RunSetup) -> int:
-    per_row, _ = kept_per_row(shape, run)
-    per_mask_row, _ = kept_per_mask_row(shape, run)
+    per_row, _ = saved_per_row(shape, run)
+    per_mask_row, _ = saved_per_mask_row(shape, run)
     stream = 4 if run.autocast else run.size
     last_norm = 0 if run.rank else stream
     return ROWS * (LAYERS * per_row + (4 + last_norm) * shape.width) + LAYERS * run.mask_rows * per_mask_row

@@ -203,5 +203,5 @@ def check_selection(seed: int, device: str = "cpu") -> None:
             is_mine=bool(of.is_mine_B[b]),
             sees_processed=sees_processed,
         )
-        assert set(found.kept_BW[b].nonzero()[:, 0].tolist()) == kept
+        assert set(found.retained_BW[b].nonzero()[:, 0].tolist()) == kept
         assert (int(found.ends_B[b]), int(found.budget_B[b])) == (end, budget)

@@ -60,7 +60,7 @@ def check_state(seed: int, device: str = "cpu") -> None:
     size = (2, 4, 7, 32)[seed % 4]
     rules = StateRules(
         of_request=seed % 2 == 1,
-        keeps_stored=seed % 3 > 0,
+        retains_stored=seed % 3 > 0,
         shifted=seed % 5 == 0,
         prefills=seed % 7 == 0,
         stability=("neighbour", "plain", "off", "neighbour")[seed // 4 % 4],
@@ -119,7 +119,7 @@ def _check_pass(
         assert not mine or float(started.mean_decoded_B[b]) == mean
         kept = {index for index in one.fed if started.keep_R[rows[b][index]]}
         assert kept == one.fed.keys() - dropped
-        if rules.keeps_stored:
+        if rules.retains_stored:
             num_before = ends[b + 1] - ends[b] - len(one.fed)
             last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
             dropped_rows = {stored[b][index] for index in stays}
@@ -146,6 +146,6 @@ def _check_lane(state: BlockState, lane: int, expected: LaneState, rules: StateR
     assert tuple(state.counts_Z4[lane].tolist()) == numbers
     if rules.prefills:
         assert bool(state.is_new_Z[lane]) == expected.is_new
-    if rules.keeps_stored:
+    if rules.retains_stored:
         assert int(state.before_starts_Z[lane]) == expected.before_start
         assert frozen(state.before_frozen_ZW, state.before_ids_ZW) == expected.before

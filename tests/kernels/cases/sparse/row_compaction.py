@@ -18,7 +18,7 @@ from idlm.kernels.row_compaction import (
     compact_rows,
     find_index,
     gather_rows,
-    keep_wanted,
+    retain_wanted,
     spread_index,
 )
 from tests.kernels.references.sparse.row_compaction import compact_reference, wanted_reference
@@ -117,7 +117,7 @@ def check(case: Case) -> None:
     found, rows, drop, limit = case.run(), case.rows, case.drop, case.limit
     left, waits, demand = compact_reference(
         case.by_sequence,
-        kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
+        retained=set(drop.keep_R.nonzero()[:, 0].tolist()),
         needs_all=drop.needs_all_B.tolist(),
         waits=drop.waits_B.tolist(),
         scheduled=None if drop.scheduled_B is None else drop.scheduled_B.tolist(),
@@ -130,11 +130,11 @@ def check(case: Case) -> None:
     assert found.demand_B.tolist() == demand
     ends = torch.tensor([0] + [len(numbers) for numbers in left]).cumsum(0).clamp(max=case.num_left)
     assert found.rows.cu_rows_B1.tolist() == ends.tolist()
-    kept = [row for numbers in left for row in numbers][: case.num_left]
-    num_padding = case.num_left - len(kept)
-    assert found.numbers_I.tolist() == kept + [0] * num_padding
-    chosen = torch.tensor([*kept, *[0] * num_padding], device=rows.slots_R.device)
-    is_row = torch.arange(case.num_left, device=chosen.device) < len(kept)
+    retained = [row for numbers in left for row in numbers][: case.num_left]
+    num_padding = case.num_left - len(retained)
+    assert found.numbers_I.tolist() == retained + [0] * num_padding
+    chosen = torch.tensor([*retained, *[0] * num_padding], device=rows.slots_R.device)
+    is_row = torch.arange(case.num_left, device=chosen.device) < len(retained)
     for name in ("sequence_R", "token_ids_R", "positions_R", "slots_R", "branch_starts_R"):
         assert torch.equal(getattr(found.rows, name), getattr(rows, name)[chosen]), name
     assert torch.equal(found.rows.mapping_R, torch.where(is_row, rows.mapping_R[chosen], -1))
@@ -153,7 +153,7 @@ def check(case: Case) -> None:
         assert drop.limits_R is not None
         limits[row] = min(limits[row], int(drop.limits_R[row]))
     assert found.rows.limits_R.tolist() == [limits[row] for row in chosen.tolist()]
-    number_of = {row: number for number, row in enumerate(kept)}
+    number_of = {row: number for number, row in enumerate(retained)}
     assert found.rows_BW.tolist() == [
         [number_of.get(row, -1) for row in of_sequence] for of_sequence in drop.rows_BW.tolist()
     ]
@@ -184,13 +184,13 @@ def check_positions(seed: int, device: str = "cpu") -> None:
             [row >= 0 and masks_R is not None and bool(is_mask_R[row]) for row in each] for each in rows
         ]
         assert is_mask_BW.tolist() == expected
-    kept_BW = torch.randint(0, 2, (num_sequences, size), generator=generator) > 0
+    retained_BW = torch.randint(0, 2, (num_sequences, size), generator=generator) > 0
     ends_B = torch.randint(0, size + 1, (num_sequences,), generator=generator)
-    keep_R, limits_R = spread_index(kept_BW.to(device), ends_B.to(device), moved[2], rows_BW, len(slots))
+    keep_R, limits_R = spread_index(retained_BW.to(device), ends_B.to(device), moved[2], rows_BW, len(slots))
     for b, of_sequence in enumerate(rows):
         for index, row in enumerate(of_sequence):
             if row >= 0:
-                assert bool(keep_R[row]) == bool(kept_BW[b, index])
+                assert bool(keep_R[row]) == bool(retained_BW[b, index])
                 assert int(limits_R[row]) == starts[b] + int(ends_B[b])
 
 
@@ -220,10 +220,10 @@ def check_wanted(seed: int, device: str = "cpu") -> None:
     columns = [[*first, beyond[0]], [*map(len, wanted), beyond[1]], [*waited, True]]
     num_head = rng.choice([None, 1, max(1, len(rows) // 3), num_wanted])
     moved = [torch.tensor(each).to(device) for each in ([*rows, *padding], *columns, origins)]
-    found = keep_wanted(*moved, size=size, num_head=num_head)
+    found = retain_wanted(*moved, size=size, num_head=num_head)
     # Rows of sequences that waited keep their numbers.
-    kept = [[-1] * len(each) if waits else each for each, waits in zip(wanted, waited, strict=True)]
-    head, numbers, demand, waits = wanted_reference(kept, order, left, num_head=num_head)
+    retained = [[-1] * len(each) if waits else each for each, waits in zip(wanted, waited, strict=True)]
+    head, numbers, demand, waits = wanted_reference(retained, order, left, num_head=num_head)
     assert found.demand_B.tolist() == [*demand, 0]
     assert found.waits_B.tolist() == [*(a or b for a, b in zip(waits, waited, strict=True)), True]
     expected = [-1 if number is None else number for number in numbers]

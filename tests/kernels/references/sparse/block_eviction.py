@@ -83,7 +83,7 @@ def begin_reference(
     stored: dict[int, int],
     *,
     of_request: bool,
-    keeps_stored: bool,
+    retains_stored: bool,
     shifted: bool,
     prefills: bool,
 ) -> tuple[bool, bool, float, set[int], set[int]]:
@@ -97,7 +97,7 @@ def begin_reference(
         lane.num_decoded += lane.num_masks if lane.num_passes else 0
         lane.num_earlier += lane.num_passes
         lane.num_passes = 0
-        if keeps_stored:
+        if retains_stored:
             lane.before_start, lane.before = lane.start, lane.frozen
         lane.start, lane.frozen, lane.processed = start, {}, set()
     if mine and not lane.num_passes:
@@ -108,7 +108,7 @@ def begin_reference(
     if mine:
         lane.frozen = {index: token for index, token in lane.frozen.items() if fed[index] == token}
     kept: dict[int, int] = {}
-    if keeps_stored and start - size in (lane.start, lane.before_start):
+    if retains_stored and start - size in (lane.start, lane.before_start):
         kept = lane.frozen if lane.start == start - size else lane.before
     stays = {index for index, token in kept.items() if stored.get(index) == token}
     stays -= {size - 1} if shifted else set()

@@ -40,7 +40,7 @@ def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: boo
     found, implied = steady(arm).window(1, 40), implied_rows(synthetic_trace(8), arm)
     assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
     assert found.requested.fed / found.num_tokens == pytest.approx(implied.prefix_per_token, rel=0.12)
-    assert found.requested.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.12)
+    assert found.requested.retained / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.12)
     assert found.requested.head / found.num_tokens == pytest.approx(implied.head / implied.tokens, rel=0.15)
 
 
@@ -63,20 +63,20 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
 def test_a_trace_of_another_arm_is_found_out() -> None:
     """Full blocks decide what FOCUS would have left out."""
     trace = synthetic_trace(16, num_blocks=12)
-    with pytest.raises(AssertionError, match="decides rows that are not kept"):
+    with pytest.raises(AssertionError, match="decides rows that are not retained"):
         rows_of(trace.blocks[FULL], rules_of(16, evicts=True, alpha=1.0), evicts=True)
 
 
 def test_the_drawn_trace_is_as_redundant_as_it_says() -> None:
     trace, focus = synthetic_trace(32), EvictionArm(name="focus", stride=32, alpha=1.5, commit="unfrozen")
     full = implied_rows(trace, replace(focus, alpha=None))
-    assert full.kept / full.tokens == pytest.approx(15.0, abs=0.5)
+    assert full.retained / full.tokens == pytest.approx(15.0, abs=0.5)
     rows = implied_rows(trace, focus)
     assert rows.suffix_per_token == pytest.approx(3.25, abs=0.1)
     # Whole blocks are stored anew, all their rows or those that are not frozen.
     clean = implied_rows(trace, replace(focus, commit="clean"))
     assert clean.committed == pytest.approx(32 * clean.tokens / 32)
-    assert rows.committed < clean.committed and rows.kept == clean.kept
+    assert rows.committed < clean.committed and rows.retained == clean.retained
 
 
 def sdar_8b() -> LoadedModel:
@@ -101,8 +101,8 @@ def test_limits_follow_from_rows_and_rates(context: int, batch: int, paper: floa
     """2.13 tokens a pass, 15.0 rows a token without eviction, 3.12 and 4.12 with it."""
     model, rates = sdar_8b(), Rates(stream=4.23e12, product=785e12)
 
-    def minimum(kept: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
-        rows = RowCounts(fed=fed, kept=kept, head=head, tokens=2.13, committed=committed)
+    def minimum(retained: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
+        rows = RowCounts(fed=fed, retained=retained, head=head, tokens=2.13, committed=committed)
         return limit_ms(model, rows, batch=batch, slots=context + 32, rates=rates)
 
     full = minimum(32, fed=32, head=17)
