@@ -211,7 +211,8 @@ def _run(
     dataset, rule, date = prepared.dataset, prepared.objective.row_rule, prepared.date
     data: Any = {"row_rule": rule, "left_out": dataset.left_out, "date": date, "is_continued": is_continued}
     from_rank_zero(lambda: remember_data(run, dataset.source, **data))
-    from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
+    if (identity := prepared.base_identity) is not None:
+        from_rank_zero(lambda: remember_base(run, identity, is_continued=is_continued))
     outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)
     last_step = outcome.last_step
     watchdog.move("finish", last_step)

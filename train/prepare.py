@@ -30,7 +30,7 @@ from idlm.train.data.checks import DataReport, inspect_data
 from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
 from idlm.train.data.packing import held_out_flags
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import gathering_forward, num_parameters
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, gathering_forward, num_parameters, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
@@ -56,7 +56,8 @@ from idlm.train.model.load import (
     require_row,
 )
 from idlm.train.model.shared_input import share_inputs
-from idlm.train.model.stand_in import check_architecture
+from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
+from idlm.train.model.stored import num_elements
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
 
@@ -100,7 +101,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     model = prepare_model(config, tokenizer, attention, device).to(device)
     mask_token_id, mask_row_D, mask_text = prepare_mask(config, model, tokenizer)
     with gathering_forward(model):
-        check_model(model, attention=attention)
+        check_model(model, attention=attention, trains=stands_for_itself(config))
     check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
@@ -179,7 +180,9 @@ def prepare_model(
     """The base: loaded from `model.path`, or new with a spare row of the vocabulary for the mask token."""
     dtype = getattr(torch, config.model.dtype)
     if config.model.path is not None:
-        check_architecture(base_config(config.model.path), attention=needed_attention(config, attention))
+        if not stands_for_itself(config):
+            attention_needed = needed_attention(config, attention)
+            check_architecture(base_config(config.model.path), attention=attention_needed)
         return load_base(config.model.path, attention=attention, dtype=dtype)
     values = dict(config.model.config)
     values.setdefault("vocab_size", num_padded_rows(num_token_ids(tokenizer)))
@@ -187,6 +190,15 @@ def prepare_model(
         values.setdefault(name, getattr(tokenizer, name))
     check_architecture(new_config(values), attention=needed_attention(config, attention))
     return random_model(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
+
+
+def stands_for_itself(config: TrainConfig) -> bool:
+    """Whether a base is so small that the loaded one is checked, with its backward pass, and no smaller model
+    before. Partitioned weights have none then, and a gated adapter needs more of the architecture."""
+    path, is_partitioned = config.model.path, zero_stage(config.train) == SHARDS_WEIGHTS
+    if path is None or is_partitioned or config.is_gated:
+        return False
+    return num_elements(Path(path)) <= MAX_ELEMENTS
 
 
 def prepare_mask(
@@ -351,11 +363,11 @@ def _other_data(run: Path, before: dict[str, Any], now: dict[str, Any]) -> UserE
     )
 
 
-def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
+def remember_base(run: Path, identity: str, *, is_continued: bool) -> None:
     """Store which base an adapter is trained on in the folder of its run; UserError IDLM-0518 where a resumed
     run has another: checkpoints hold the adapter only, and the base is read again from model.path."""
     now = {"base_identity": identity}
-    if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
+    if _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
         raise UserError(
             "IDLM-0518",
             f"the weights in model.path are not those that the adapter in {run} was started on",

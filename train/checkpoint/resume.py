@@ -83,21 +83,18 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
 
     UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512: another configuration, number of rows
     per step. IDLM-0302: damaged files."""
-    run = Path(config.output_dir) / RUN_FOLDER
+    run, found = Path(config.output_dir) / RUN_FOLDER, None
     if run.is_dir():
         clear_stale(run)
-    if config.resume == "never":
-        _move_aside(run)
-        return None
-    if config.resume == "auto":
-        found = _newest_intact(run)
-    else:
+    if config.resume not in ("auto", "never"):
         found = named_checkpoint(config)
         verify(found, sealed=True)
+    elif config.resume == "auto" and run.is_dir():
+        found = _newest_intact(run)
     if found is not None:
         require_same_config(config, run)
         require_same_shape(shape, found)
-    else:
+    elif run.exists():
         _move_aside(run)
     return found
 
@@ -201,8 +198,6 @@ def _newest_intact(run: Path) -> Path | None:
 
 def _move_aside(run: Path) -> None:
     """Rename the old run and its published stages, so that they are not mistaken for those of the new run."""
-    if not run.exists():
-        return
     for folder in (run, run.with_name(STAGE_FOLDER)):
         if folder.exists():
             aside = _free_name(folder.with_name(f"{folder.name}.old"))

@@ -291,8 +291,11 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
             raise UserError("IDLM-0505", problem, fix=FIX)
         if trains:
             model.train()
-            with _naming(f"{name} does not run in training mode"):
+            # Dropout draws numbers, and those of the run are not to change.
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices), _naming(f"{name} does not run in training mode"):
                 _packed_logits(model, head, ids_BT, attention).sum().backward()
+            model.zero_grad()
     finally:
         model.train(was_training)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,6 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, zero_stage
 from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
 from idlm.train.model.checks import check_positions, check_window
-from idlm.train.model.stand_in import causal_class
 from idlm.train.model.stored import (
     num_tensors,
     read_generation_config,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COMPILE_CHOICES = ("auto", "on", "off")
+PARTS = re.compile("vision|image|video|audio|speech")
 READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys of Gemma 3 and Cohere 2 from which transformers derives `layer_types`."""
 
@@ -67,6 +68,27 @@ def base_config(path: str) -> PretrainedConfig:
             f"{path}/config.json cannot be read: {type(error).__name__}: {error}",
             fix="restore config.json; the architecture must be one that transformers knows",
         ) from error
+
+
+def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' causal language model of `config`; UserError IDLM-0505 where there is none, or it is part
+    of a model that reads more than text."""
+    from transformers import AutoModelForCausalLM
+
+    name = config.model_type
+    parts = [part for part in config.sub_configs if PARTS.search(part) and getattr(config, part, None)]
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if getattr(config, "is_encoder_decoder", False):
+        why = f"{name} has an encoder and a decoder, of which a text would need both"
+    elif found is None:
+        why = f"transformers has no causal language model of {name}"
+    elif parts:
+        why = f"{name} reads more than text ({', '.join(parts)}), and training on text would lose that part"
+    else:
+        return found[0] if isinstance(found, tuple) else found
+    raise UserError(
+        "IDLM-0505", why, fix="use a causal language model of text alone, such as llama, qwen3 or gemma3_text"
+    )
 
 
 def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool = False) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 The dry run and the run call `check_architecture` with the same configuration. It makes a model of the same
 class with fewer and narrower layers and random weights on the CPU, and runs `check_model` on it, with a
 backward pass. So the dry run executes the check of the run, and a run does not load a base that it refuses.
+A run loads a small base at once, and checks that (`train.prepare.stands_for_itself`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from idlm.errors import UserError
 from idlm.train.model.attention import register_attention
 from idlm.train.model.checks import check_model
+from idlm.train.model.load import causal_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,28 +33,6 @@ MAX_WIDE_ELEMENTS = 500_000_000
 ROWS_OF_VOCABULARY, WIDTH_OF_FFN, NUM_EXPERTS = 512, 128, 8
 ON_A_CPU = {"idlm_split": "idlm_documents", "idlm_flex": "idlm_sdpa", "idlm_flash": "idlm_sdpa"}
 """What takes the same arguments on a CPU."""
-PARTS = re.compile("vision|image|video|audio|speech")
-
-
-def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """transformers' causal language model of `config`; UserError IDLM-0505 where there is none, or it is part
-    of a model that reads more than text."""
-    from transformers import AutoModelForCausalLM
-
-    name = config.model_type
-    parts = [part for part in config.sub_configs if PARTS.search(part) and getattr(config, part, None)]
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if getattr(config, "is_encoder_decoder", False):
-        why = f"{name} has an encoder and a decoder, of which a text would need both"
-    elif found is None:
-        why = f"transformers has no causal language model of {name}"
-    elif parts:
-        why = f"{name} reads more than text ({', '.join(parts)}), and training on text would lose that part"
-    else:
-        return found[0] if isinstance(found, tuple) else found
-    raise UserError(
-        "IDLM-0505", why, fix="use a causal language model of text alone, such as llama, qwen3 or gemma3_text"
-    )
 
 
 def check_architecture(config: PretrainedConfig, *, attention: str) -> None:

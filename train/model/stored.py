@@ -162,6 +162,11 @@ def num_tensors(directory: Path) -> int | None:
     return None if found is None else len(found)
 
 
+def num_elements(directory: Path) -> int:
+    """How many numbers the weight files hold; 0 where there are none or one cannot be read."""
+    return sum(math.prod(one.shape) for one in (_readable(directory) or {}).values())
+
+
 def stored_dtype(directory: Path) -> str | None:
     """The dtype of most elements in the weight files; None where there is none, or a file cannot be read."""
     counts: Counter[str] = Counter()
