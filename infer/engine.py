@@ -23,7 +23,6 @@ from typing import Any, cast
 from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
 from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
-from idlm.infer.answer_text import AnswerText
 from idlm.infer.build import build
 from idlm.infer.errors import (
     MIN_CONSECUTIVE_OOM,
@@ -41,7 +40,7 @@ from idlm.infer.runtime.worker import InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
-from idlm.text.detokenizer import answer_text
+from idlm.text.detokenizer import AnswerText, answer_text
 
 
 @dataclass(slots=True)

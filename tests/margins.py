@@ -1,7 +1,7 @@
 """Margins of the choices that tests compare: a choice that hangs on rounding fails before it is compared.
 
 Rounding decides a near tie (two tokens or two positions that differ by less than `MARGIN`), and it differs
-between CPUs, devices and batch sizes. Exact ties have a defined order (infer/decoders/block_unmask.py), which
+between CPUs, devices and batch sizes. Exact ties have a defined order (infer/decoders/block_config.py), which
 tests/unit/engine/test_ties.py checks. Every slow reference chooses through this file, and
 `tests.contracts.engines.clear_answers` checks an engine that is the reference of another engine.
 """

@@ -42,7 +42,7 @@ from idlm.train.model.checks import (
     prepare_mask_row,
 )
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays
+from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays, share_inputs
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -55,7 +55,6 @@ from idlm.train.model.load import (
     random_model,
     require_row,
 )
-from idlm.train.model.shared_input import share_inputs
 from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
 from idlm.train.model.stored import num_elements
 from idlm.train.objectives.base import OBJECTIVES, Objective

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.quality.arms import add_arm, results_of
 from benchmarks.shared import Report, defaults, numbers, parse_options, start
-from idlm.infer.decoders.full_orders import ORDERS
+from idlm.infer.decoders.full_config import ORDERS
 from idlm.infer.evaluation.evaluate import task_samples
 from idlm.tasks import TASKS
 

@@ -38,8 +38,7 @@ from benchmarks.serving.vllm_comparison import Peer, compare, measure_vllm
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.clients.loads import run_on_engine
-from idlm.infer.clients.stats import aggregate
+from idlm.infer.clients.loads import aggregate, run_on_engine
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import DTYPES
 

@@ -217,7 +217,7 @@ def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
 
 def measure(arm: Arm, load: Load) -> dict[str, Any]:
     """Figures of one load, after requests with short answers that warm the arm up."""
-    from idlm.infer.clients.stats import aggregate
+    from idlm.infer.clients.loads import aggregate
 
     num = load.concurrency or MIN_REQUESTS
     short = [

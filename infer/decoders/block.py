@@ -26,13 +26,13 @@ from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
 from idlm.infer.decoders.block_config import (
     NO_EDITS,
     REQUEST_OPTIONS,
+    UNMASKINGS,
     BlockConfig,
     LaneOptions,
     check,
     warn_of_unread,
 )
 from idlm.infer.decoders.block_rows import MAX_TOP, DecidedScores, deciding, plan_blocks, without_dropped
-from idlm.infer.decoders.block_unmask import UNMASKINGS
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState

@@ -6,7 +6,7 @@ LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (
 predicts the next position, read by an index and not by a copy). A block of the answer is emitted once it is
 clean.
 Departures: the MASK is never predicted; a token is drawn by inversion of a Philox number, in the law of the
-papers' Gumbel noise; `full_orders.py` names those of orders.
+papers' Gumbel noise; `full_config.py` names those of orders.
 Shapes: B sequences, C canvases (as many, or with guidance twice as many), R rows, W positions of the active
 block, X wanted positions, Y positions of a slice, Z lanes, V vocabulary.
 """
@@ -25,14 +25,19 @@ from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_lengt
 from idlm.infer.decoders.full_config import (
     NO_FACTOR,
     NO_THRESHOLD,
+    ORDERS,
     REQUEST_OPTIONS,
+    Drawn,
     FullConfig,
     LaneOptions,
+    Quota,
     check,
     check_canvas,
+    choose,
+    factor_quota,
+    flip_chance,
     order_name,
 )
-from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, factor_quota, flip_chance
 from idlm.infer.decoders.full_rows import (
     CACHES,
     MIXED_BYTES,

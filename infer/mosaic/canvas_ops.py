@@ -21,8 +21,7 @@ from torch import Tensor
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
 from idlm.infer.models.moe import Experts, MoeLayer
 from idlm.infer.mosaic.arena import Arena
-from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES
-from idlm.infer.mosaic.canvas_attention import attend
+from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES, attend
 from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.infer.mosaic.template import OpCall
 from idlm.infer.state.batch import Propose, WantedRows

@@ -16,7 +16,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders import block
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.decoders.block_config import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs.pass_shape import shape_of
 from idlm.infer.state.batch import Batch, Schedule

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.contracts import SamplingParams
-from idlm.infer.decoders.block_config import MODES, BlockConfig
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.decoders.block_config import MODES, UNMASKINGS, BlockConfig, Masks
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.block.blocks import Slow, assert_answers
 from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.full_orders import ORDERS, Quota, choose
+from idlm.infer.decoders.full_config import ORDERS, Quota, choose
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from tests.contracts.engines import prompts_of

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
-from idlm.infer.mosaic import canvas_attention, canvas_ops
+from idlm.infer.mosaic import canvas, canvas_ops
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.kernels.experts import steps as expert_steps
@@ -155,10 +155,10 @@ def test_what_is_allocated_beside_the_workspace_does_not_grow_with_the_length(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pieces of 32 rows: at twice the length no op of a pass allocates more."""
-    for module in (canvas_ops, canvas_attention, expert_steps):
+    for module in (canvas_ops, canvas, expert_steps):
         monkeypatch.setattr(module, "PIECE_ROWS", 32)
     # On a CPU attention repeats rows so that bits stay the same; here memory counts.
-    monkeypatch.setattr(canvas_attention, "_cpu_piece", lambda low, high, num_rows: (low, high))
+    monkeypatch.setattr(canvas, "_cpu_piece", lambda low, high, num_rows: (low, high))
     engine = mosaic(write_family(kind, tmp_path), max_length=1024)
     runner: Any = engine._parts.runner
     largest = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.decoders.block_unmask import UNMASKINGS
+from idlm.infer.decoders.block_config import UNMASKINGS
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
 from tests.contracts.block.blocks import LENGTHS, PROMPTS, params_of, write_block_toy

@@ -21,12 +21,13 @@ from idlm.infer.clients.loads import (
     Job,
     Load,
     Record,
+    aggregate,
     load_prompts,
     make_jobs,
     mixed_lengths,
     poisson_arrivals,
+    stat_field,
 )
-from idlm.infer.clients.stats import aggregate, stat_field
 
 GENAI_BENCH = {
     *("scenario", "num_concurrency", "batch_size", "iteration_type", "run_duration", "requests_per_second"),

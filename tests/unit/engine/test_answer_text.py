@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.infer.answer_text import AnswerText
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.detokenizer import Detokenizer
+from idlm.text.detokenizer import AnswerText, Detokenizer
 from idlm.text.thoughts import ThoughtReader
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_byte_fallback, save_tagged

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.decoders.block_config import UNMASKINGS, Masks
 from idlm.infer.runtime.logprobs import emitted_logprobs, likeliest
 from idlm.kernels.experts import Routing, route
 from idlm.kernels.prefix_ranking import select_largest

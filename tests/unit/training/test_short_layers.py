@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.train.model.graphs import can_capture, filled_up, is_short, replays
+from idlm.train.model.graphs import can_capture, filled_up, is_short, replays, share_inputs
 from idlm.train.model.load import decoder_layers
-from idlm.train.model.shared_input import share_inputs
 from tests.tiny_training import HiddenStates, tiny_model
 from tests.unit.training.test_gated_lora import adapted, batch_of_two, gradients
 
