@@ -30,7 +30,15 @@ from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients import arms
 from idlm.infer.clients.arms import Arm
 from idlm.infer.clients.config import BenchConfig, check_unused
-from idlm.infer.clients.loads import FIRST_ID, Load, load_prompts, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.loads import (
+    FIRST_ID,
+    Load,
+    aggregate,
+    load_prompts,
+    make_jobs,
+    mixed_lengths,
+    poisson_arrivals,
+)
 from idlm.infer.settings import EngineSettings
 
 LISTS = ("concurrency", "rate", "url")
@@ -217,8 +225,6 @@ def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
 
 def measure(arm: Arm, load: Load) -> dict[str, Any]:
     """Figures of one load, after requests with short answers that warm the arm up."""
-    from idlm.infer.clients.loads import aggregate
-
     num = load.concurrency or MIN_REQUESTS
     short = [
         job.backwards(dataclasses.replace(job.params, max_tokens=WARM_TOKENS)) for job in load.jobs[:num]

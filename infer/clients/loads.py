@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
@@ -207,6 +205,9 @@ PERCENTILES = (25, 50, 75, 90, 95, 99)
 
 def stat_field(values: Iterable[float]) -> dict[str, float | None]:
     """Minimum, maximum, mean, standard deviation, sum and percentiles (linear); all None without values."""
+    # Help must not wait for it.
+    import numpy as np
+
     array = np.fromiter(values, dtype=np.float64)
     if not len(array):
         return dict.fromkeys(("min", "max", "mean", "stddev", "sum", *(f"p{each}" for each in PERCENTILES)))
