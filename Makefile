@@ -68,14 +68,14 @@ gpu-test:
 	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
 
 docs: $(VENV)/.docs-$(KEY)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	$(RUN) -m zensical build --strict
 
 format: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .cache *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -36,7 +36,7 @@ def text_of(path: Path) -> str:
 
 
 def slug(heading: str) -> str:
-    """The anchor that code hosts and mkdocs agree on, for headings of words, commas and hyphens."""
+    """The anchor that code hosts and the site agree on, for headings of words, commas and hyphens."""
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
     return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", plain))
 
@@ -82,7 +82,7 @@ def test_docs_link_only_to_docs() -> None:
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
-    navigation = set(re.findall(r"([\w-]+\.md)", text_of(ROOT / "mkdocs.yml")))
+    navigation = set(re.findall(r"([\w-]+\.md)", text_of(ROOT / "zensical.toml")))
     assert navigation == {path.name for path in DOCS}
 
 
