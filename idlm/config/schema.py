@@ -214,8 +214,8 @@ def _misfit(value: Any, annotation: Any, key: str) -> str:
     given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
     has_path = any(is_schema(member) and "path" in fields_of(member) for member in members(annotation))
     hint = f"; did you mean {key}.path={value}?" if has_path and isinstance(value, str) else ""
-    if typing.get_origin(annotation) is Literal:
-        hint = did_you_mean(value, map(str, typing.get_args(annotation)))
+    literals = [typing.get_args(one) for one in members(annotation) if typing.get_origin(one) is Literal]
+    hint = did_you_mean(value, map(str, sum(literals, ()))) if literals else hint
     return f"{key}: got {given}, expected {describe_type(annotation)}{hint}"
 
 

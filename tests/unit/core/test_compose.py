@@ -51,6 +51,7 @@ class FixtureSchema:
     dry_run: bool = False
     max_length: int | None = None
     policy: Literal["drop", "error"] = "error"
+    rope: Literal["yarn", "linear"] | float | Literal["dynamic"] | None = None
     strides: list[int] = field(default_factory=lambda: [2, 3, 4])
     arguments: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimSchema = field(default_factory=OptimSchema)
@@ -211,6 +212,11 @@ def test_a_written_configuration_is_read_as_the_same_values(conf: Path, tmp_path
         ("strides=three", "expected a list of integer items"),
         ("optimizer=3", "optimizer: got 3 (integer), expected a mapping with keys learning_rate"),
         ("optimizer.schedule=linear", "expected one of: cosine, constant"),
+        (
+            "rope=dynamc",
+            "expected one of: yarn, linear or a number or one of: dynamic or null; did you mean 'dynamic'?",
+        ),
+        ("rope=linaer", "did you mean 'linear'?"),
         ("optimizer.learning_rate=-1", "optimizer: learning_rate=-1.0 must be above 0"),
         ("accumulation.x=1", "unknown key 'accumulation.x'"),
         ("hydra.run.dir=x", "unknown key 'hydra.run.dir'"),
@@ -282,7 +288,7 @@ def test_help_lists_every_key_with_default_and_text() -> None:
     assert "stages.*.stride = 2\n    tokens per forward [an integer]" in text
     assert "model_path = (required)\n    the base checkpoint [text]" in text
     leaves = [key for key, annotation, *_ in schemas.walk(FixtureSchema) if is_leaf(annotation)]
-    assert len(leaves) == 16
+    assert len(leaves) == 17
     assert all(f"{key} = " in text for key in leaves)
 
 
