@@ -13,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -65,7 +65,7 @@ def compile_for_hopper(
     make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constexprs=values, attrs=divisible)
     compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
-    return _described(compiled, f"sm_{sm}a" if sm >= 90 else f"sm_{sm}")
+    return _described(compiled, sm)
 
 
 def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
@@ -97,12 +97,12 @@ def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
             kernel.device_caches.pop(DEVICE, None)
         for cached in caches:
             cached.cache_clear()
-    return [(name, _described(compiled, "sm_90a")) for compiled, name in found.items()]
+    return [(name, _described(compiled, 90)) for compiled, name in found.items()]
 
 
-def _described(compiled: Any, target: str) -> Compiled:
+def _described(compiled: Any, sm: int) -> Compiled:
     ptx = compiled.asm["ptx"]
-    registers, spilled, output = _resources(ptx, target)
+    registers, spilled, output = _resources(ptx, sm)
     return Compiled(
         ptx=ptx,
         shared_bytes=compiled.metadata.shared,
@@ -112,15 +112,14 @@ def _described(compiled: Any, target: str) -> Compiled:
     )
 
 
-def _resources(ptx: str, target: str) -> tuple[int, int, str]:
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+def _resources(ptx: str, sm: int) -> tuple[int, int, str]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         command: list[str | Path] = [
-            ptxas,
+            get_ptxas(sm).path,
             "-v",
-            f"-arch={target}",
+            f"-arch=sm_{sm}{'a' if sm >= 90 else ''}",
             source,
             "-o",
             Path(folder, "kernel.cubin"),

@@ -1,10 +1,12 @@
-"""Triton's interpreter without its own overhead, for a process that only interprets."""
+"""Triton's interpreter without its own overhead and with the types that kernels see, for a process that only
+interprets."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -28,3 +30,9 @@ def patch_once() -> None:
         return known[name]
 
     interpreter._get_np_dtype = found
+
+    # Its own takes the type of what was compared for the result of a comparison, which is then no mask.
+    def splat(self: Any, block: Any, scalar: Any) -> Any:
+        return interpreter.TensorHandle(np.full(block.shape, scalar.data, found(block)), block.scalar)
+
+    interpreter.InterpreterBuilder.create_splat = splat

@@ -278,8 +278,7 @@ def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> St
 
 def compile_shapes(step: StaticStep, shapes: Iterable[PassShape]) -> int:
     """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch; returns
-    the number of new variants. `step` is on the meta device, made where kernels are `only_compiled`, as
-    here."""
+    the number of new variants. `step` is on the meta device, made where kernels are `only_compiled`."""
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
@@ -292,14 +291,15 @@ def compile_shapes(step: StaticStep, shapes: Iterable[PassShape]) -> int:
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     # Not raised here: Triton would then stay in this mode, without threads.
     with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as compiling:
+        futures = compiling.raw_futures  # Triton makes a new list when the mode ends.
         JITFunction.run = compile_only
         try:
             for shape in shapes:
                 step.run(shape)
         finally:
             JITFunction.run = launch
-    if any(future.exception() for future in compiling.raw_futures):
+    if any(future.exception() for future in futures):
         # A launch shall compile again what failed, perhaps for lack of memory, and say why.
         for kernel in kernels:
             kernel.device_caches.clear()
-    return len(compiling.raw_futures)
+    return len(futures)
