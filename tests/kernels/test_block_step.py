@@ -20,7 +20,7 @@ from tests.kernels.references.block_step import (
 )
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_pass_equals_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     shape, config = case.decoder.shape, case.decoder.config

@@ -30,7 +30,7 @@ def test_the_plain_path_equals_the_references(seed: int) -> None:
     torch.testing.assert_close(found_RD.double(), true_RD, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_plain_path_routes_by_blocks_as_the_reference(seed: int) -> None:
     pytest.importorskip("triton")
     from tests.kernels.cases.experts import check_block_route
@@ -80,7 +80,7 @@ def launches_of(rows: int) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rows", [1, 256, 8192])
+@pytest.mark.parametrize("rows", [1, 8192])
 def test_the_products_compile_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.experts.launch import choose

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +85,7 @@ def compiled_layer(
     ("max_rows", "max_slots", "deterministic", "num_listed"),
     [
         (7, 2048, False, 0),
-        (1, 65536, False, 0),
         (1, 2048, True, 0),
-        (32, 65536, False, 0),
         (32, 65536, False, 1024),
     ],
 )
@@ -146,8 +142,8 @@ def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
 @pytest.mark.parametrize(
     ("few_rows", "num_sequences", "context", "block_m"),
     [
-        *((1, 256, 4096, 16), (7, 256, 4096, 32), (16, 64, 4096, 64), (1, 16, 32768, 16)),
-        *((64, 64, 4096, None), (1, 1, 131072, None), (1, 4, 4096, None)),
+        *((1, 256, 4096, 16), (7, 256, 4096, 32), (16, 64, 4096, 64)),
+        *((64, 64, 4096, None), (1, 4, 4096, None)),
     ],
 )
 def test_decoding_sequences_keep_their_tile_beside_a_prompt(
@@ -219,46 +215,7 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     assert result.spilled_bytes == 0 and "serialized" not in result.output
 
 
-def test_two_warpgroups_walk_blocks_of_long_contexts() -> None:
-    """Where that was measured to pay: not for short contexts, prompts, other heads or fixed splits."""
-    pytest.importorskip("triton")
-    from idlm.kernels.paged_attention.choice import choose_launch
-
-    def chosen(
-        context: int, batch: int = 1, rows: int = 32, shape: HeadShape = QWEN3_8B, **how: bool
-    ) -> bool:
-        sizes = {"max_rows": rows, "num_rows": rows * batch, "max_slots": context, "num_sequences": batch}
-        return choose_launch(shape, **sizes, **how).two_groups
-
-    assert chosen(131072) and chosen(131072, 6) and chosen(65536, 13)
-    # Passes of block decoders have room for a finished block beside each, which few sequences use.
-    sizes = {"max_rows": 64, "num_rows": 64, "max_slots": 131072}
-    assert choose_launch(QWEN3_8B, usual_rows=32, **sizes).two_groups
-    assert not choose_launch(QWEN3_8B, **sizes).two_groups
-    # Many sequences do not make walks longer.
-    assert chosen(32768, 24) and not chosen(1024, 128) and not chosen(1024, 4096) and not chosen(4096, 32)
-    assert not chosen(32768) and not chosen(131072, rows=2048) and not chosen(131072, rows=1)
-    assert not chosen(131072, deterministic=True)
-    assert not any(
-        chosen(131072, shape=replace(QWEN3_8B, **other))
-        for other in ({"head_dim": 64}, {"head_dim": 96}, {"dtype": torch.float32})
-    )
-
-
-def test_many_decoding_sequences_walk_short_blocks() -> None:
-    """The longest pipeline is for few sequences; deterministic rows have one launch for any number."""
-    pytest.importorskip("triton")
-    from idlm.kernels.paged_attention.choice import choose_launch
-
-    def chosen(batch: int, **how: bool) -> tuple[int, int]:
-        launch = choose_launch(QWEN3_8B, max_rows=1, max_slots=1024, num_sequences=batch, **how)
-        return launch.block_n, launch.stages
-
-    assert [chosen(batch) for batch in (16, 64, 256)] == [(128, 3), (64, 4), (64, 3)]
-    assert chosen(16, deterministic=True) == chosen(256, deterministic=True)
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
     case = build(
         random_sequences(random.Random(seed), maximum=4, longest=30, chunk=9),
@@ -342,13 +299,3 @@ def test_a_deterministic_row_of_a_cpu_has_the_same_bits_alone() -> None:
             assert torch.equal(
                 paged_attention(case.q_RNH[start:last], *caches, plan, scale=SCALE), found[start:last]
             )
-
-
-@pytest.mark.sweep
-def test_the_op_can_be_imported_and_imports_no_library() -> None:
-    code = (
-        "import sys; from idlm.kernels.paged_attention import op, plain;"
-        "print([name for name in ('triton', 'flash_attn', 'flashinfer') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -14,14 +14,13 @@ import torch
 
 from idlm.kernels.split_attention import split_attention_ranges
 from idlm.kernels.split_attention.op import visible
-from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
+from idlm.kernels.split_attention.visibility import TILE_ROWS
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention, flex_block_mask, flex_predicate
 from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta, row_meta_of_one
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
-NAMES = ("doc_ids", "positions", "block_starts", "is_noisy", "reach")
 
 
 def seen_pairs(meta: RowMeta) -> torch.Tensor:
@@ -72,26 +71,6 @@ def test_a_tile_walks_over_all_that_its_rows_see_and_masks_all_that_one_of_them_
                     outside[low:high] = False
                     assert real[:, max(low, common_low) : min(high, common_high)].all()
                 assert not rows[:, outside].any()
-
-
-def test_long_walks_start_first() -> None:
-    see = ranges_of(row_meta(random_case(3, longest=300)))
-    walks = (see.query_tiles_BI8[..., 1::4] - see.query_tiles_BI8[..., 0::4]).sum(dim=2).flatten()
-    ordered = walks[see.query_order.long()]
-    assert sorted(see.query_order.tolist()) == list(range(walks.numel()))
-    assert (ordered.diff() <= 2 * 64).all()
-
-
-def test_rows_out_of_order_are_an_error() -> None:
-    meta = row_meta(random_case(1, longest=20))
-    with pytest.raises(AssertionError, match="ordered"):
-        ranges_of(RowMeta(**{name: getattr(meta, name).flip(1) for name in NAMES}))
-
-
-def test_tensors_and_back() -> None:
-    see = ranges_of(row_meta(random_case(1, longest=20)))
-    assert from_tensors(see.tensors()) is not see
-    assert all(a is b for a, b in zip(from_tensors(see.tensors()).tensors(), see.tensors(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -171,30 +150,10 @@ def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> No
     assert choose_attention("auto", torch.device(device), is_16_bit=is_16_bit) == expected
 
 
-@pytest.mark.parametrize("heads", [16, 32])
-def test_launches_by_device_and_shape(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from idlm.kernels.split_attention import launch
-
-    query, key = (torch.empty(1, n, rows, 128, device="meta") for n, rows in ((heads, 256), (8, 512)))
-    assert launch.backward_launch(query, key) is launch.BACKWARD
-    assert launch.queries_launch(query) is launch.QUERIES
-    monkeypatch.setattr(launch, "takes_hopper_kernel", lambda _: True)
-    pairs = launch.HOPPER_PAIRS if heads == 16 else launch.HOPPER_BACKWARD
-    assert launch.backward_launch(query, key) is pairs
-    assert launch.backward_launch(query, key[:, :, :256]) is pairs
-    assert launch.queries_launch(query) is launch.HOPPER_QUERIES
-    assert launch.forward_launch(query) is launch.FORWARD
-    narrow, narrow_key = query[..., :64], key[..., :64]
-    assert launch.forward_launch(narrow) is launch.NARROW_FORWARD
-    assert launch.backward_launch(narrow, narrow_key) is launch.NARROW_BACKWARD
-    assert launch.queries_launch(narrow) is launch.NARROW_QUERIES
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "group", "head_dim"),
-    [("HOPPER_BACKWARD", 4, 128), ("HOPPER_PAIRS", 2, 128), ("NARROW_BACKWARD", 3, 64)],
+    [("HOPPER_PAIRS", 2, 128), ("NARROW_BACKWARD", 3, 64)],
 )
 def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int, head_dim: int) -> None:
     """Gluon is experimental, so every version of Triton must compile the kernel."""
@@ -235,7 +194,6 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int, head_di
     [
         ("HOPPER_QUERIES", 128, 90, 1),
         ("NARROW_QUERIES", 64, 90, 2),
-        ("QUERIES", 128, 80, 1),
         ("QUERIES", 64, 80, 2),
         ("WIDE_QUERIES", 256, 90, 1),
     ],

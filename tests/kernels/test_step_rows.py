@@ -10,7 +10,7 @@ from tests.kernels.cases.step_rows import MASK_ID, Case
 from tests.kernels.references.step_rows import pack_rows_reference
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_rows_equal_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     expected = pack_rows_reference(case.lanes, case.table, case.sequences, mask_token_id=MASK_ID)

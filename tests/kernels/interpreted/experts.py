@@ -35,7 +35,7 @@ def test_routing(dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.sweep_but(2)
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_routing_by_blocks(dtype: torch.dtype, seed: int) -> None:
     check_block_route(seed, "cpu", dtype, max_blocks=2, max_experts=16)
 

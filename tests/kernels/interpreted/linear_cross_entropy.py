@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from idlm.kernels.linear_cross_entropy import kernel, linear_cross_entropy, op
 
-SIZES = [1, 7, 64, 1000, kernel.TILE, kernel.TILE + 1, 2 * kernel.TILE + 77]
+SIZES = [1, 7, kernel.TILE, kernel.TILE + 1, 2 * kernel.TILE + 77]
 
 
 def rows_in_poison(num_rows: int, num_tokens: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_overlap(num_tokens: int) -> None:
 @pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("divergence", ["kl", "overlap"])
-@pytest.mark.parametrize("num_tokens", [1, 7, kernel.TILE // 2, kernel.TILE // 2 + 1, kernel.TILE + 77])
+@pytest.mark.parametrize("num_tokens", [1, kernel.TILE // 2, kernel.TILE // 2 + 1])
 def test_distillation(
     num_tokens: int, divergence: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

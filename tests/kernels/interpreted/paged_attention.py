@@ -74,10 +74,9 @@ def test_a_mixed_step(tunables: Launch) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("usual_rows", [1, 4])
-def test_sequences_with_more_rows_than_is_usual_take_more_tiles(usual_rows: int) -> None:
+def test_sequences_with_more_rows_than_is_usual_take_more_tiles() -> None:
     case = build(MIXED, SMALL)
-    check(replace(case, rows=replace(case.rows, usual_rows=usual_rows)))
+    check(replace(case, rows=replace(case.rows, usual_rows=1)))
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_togethe
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
+@pytest.mark.parametrize("size", [1e-15, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
     """The error is relative to the largest part, for values of any size and 1,000 times smaller ones."""
     case = build(SPLIT, SMALL)
@@ -142,15 +141,8 @@ def test_parts_in_half_precision(size: float) -> None:
     assert ((plain - half).abs() <= 2**-11 * largest).all()
 
 
-@pytest.mark.sweep
-def test_parts_in_half_precision_are_as_exact_as_their_outputs() -> None:
-    check(build(SPLIT, replace(SMALL, dtype=torch.float16)), HALF)
-
-
 @pytest.mark.sweep_but("5-5-20")
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(14, 2, 24), (3, 1, 80), (2, 2, 64), (5, 5, 20)]
-)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(14, 2, 24), (3, 1, 80), (5, 5, 20)])
 def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     shape = HeadShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.float16)
     check(build([tree(50), causal(20, 5)], shape, page_size=16))
@@ -161,12 +153,6 @@ def test_rows_at_the_edges_of_blocks() -> None:
     sequences = [causal(start, 2) for start in (13, 14, 15, 16)]
     sequences += [steady(start) for start in (9, 10, 25)] + [far_branch(32), far_branch(47)]
     check(build(sequences, SMALL), TINY)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("page_size", [3, 64])
-def test_page_sizes(page_size: int) -> None:
-    check(build([steady(33), causal(0, 17)], SMALL, page_size=page_size), TINY)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))
@@ -181,7 +167,7 @@ def test_random_steps(seed: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
+@pytest.mark.parametrize("programs_per_sm", [1, 40])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
     tunables = replace(TINY, programs_per_sm=programs_per_sm)
@@ -212,8 +198,7 @@ def test_tiny_steps(sequences: list[list[Row]], padding: int) -> None:
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, max_parts=9)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "tunables"), [(0, TINY), (1, FIXED), (0, replace(FIXED, max_parts=9))])
 def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
     case = build(
         random_sequences(random.Random(seed), maximum=9, longest=300, chunk=90),
@@ -314,7 +299,7 @@ def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("longest", [0, 90, 300])
+@pytest.mark.parametrize("longest", [90, 300])
 def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
     """One of them has most of the slots, and would be split; the bound on slots decides."""
     case = build([causal(9, 2), causal(83, 3), branch(5), causal(7, 1), steady(3), causal(4, 1)], SMALL)
@@ -326,7 +311,7 @@ def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
     check(case, tunables)
 
 
-@pytest.mark.parametrize("octave", [1, 2, 16])
+@pytest.mark.parametrize("octave", [1, 16])
 def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: int) -> None:
     tunables = replace(FIXED, octave=octave)
     for num_blocks in (1, 2, 3, 7, 16, 33, 100, 1000):

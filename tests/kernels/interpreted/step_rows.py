@@ -10,7 +10,7 @@ from tests.kernels.cases.step_rows import Case, commit_many
 
 
 @pytest.mark.sweep_but(4)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Case(seed, "cpu").run()
     monkeypatch.setattr(op, "runs_kernels", lambda x: False)

@@ -27,7 +27,7 @@ SMALL = LinearLaunch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
 @pytest.mark.sweep_but(8)
 @pytest.mark.parametrize("op", CHECKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_against_the_definition(op: str, dtype: torch.dtype, seed: int) -> None:
     CHECKS[op](Draw(seed, "cpu", dtype, largest=100 if op == "qkv_rope_cache" else 96))
 
@@ -43,11 +43,9 @@ SPLIT_DRAWS = [(45, torch.float16), (68, torch.float32), (107, torch.float16)]
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("variant", range(len(LORA_VARIANTS)))
-def test_splits_of_a_linear_with_an_adapter(variant: int, shift: int) -> None:
-    """Two draws for each variant, two or three variants for each draw."""
-    seed, dtype = SPLIT_DRAWS[(variant + shift) % len(SPLIT_DRAWS)]
+def test_splits_of_a_linear_with_an_adapter(variant: int) -> None:
+    seed, dtype = SPLIT_DRAWS[variant % len(SPLIT_DRAWS)]
     check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
 
 
@@ -112,7 +110,7 @@ def test_a_workspace_is_left_as_it_was_found() -> None:
 
 
 @pytest.mark.sweep_but(3)
-@pytest.mark.parametrize(("E", "D"), [(6144, 4096), (4096, 12288), (151936, 4096), (100, 96)])
+@pytest.mark.parametrize(("E", "D"), [(6144, 4096), (151936, 4096), (100, 96)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_fixed_splits_follow_the_weight_alone(E: int, D: int, gated: bool) -> None:
     for dtype in (torch.bfloat16, torch.float32):

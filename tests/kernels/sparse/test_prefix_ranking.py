@@ -24,7 +24,7 @@ def test_plain_torch_equals_the_definition(seed: int, sizes: Sizes, dtype: torch
     make_case(seed, sizes, dtype, fp8=seed == 1 and dtype != torch.float64).check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_largest_scores_are_listed(seed: int) -> None:
     scores_LBKS = hard_scores(seed, (2, 4, 2, 333))
     for counts, num in (([333, 0, 57, 5], 9), ([300, 100, 17, 5], 400)):
@@ -62,7 +62,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, **types: str) -
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("group", "keys"), [(4, "*bf16"), (8, "*bf16"), (4, "*fp8e4nv")])
+@pytest.mark.parametrize(("group", "keys"), [(8, "*bf16"), (4, "*fp8e4nv")])
 def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, keys: str) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.prefix_ranking.kernel import share_kernel
