@@ -28,8 +28,6 @@ from tests.repo.files import listed
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BASE_PROGRAMS = {"apt-get", "rm", "mkdir", "touch", "chown", "useradd"}
-"""Programs of the base image (Ubuntu) that the build runs."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -79,27 +77,6 @@ def test_the_image_runs_as_a_user_and_has_an_entry_point() -> None:
     assert max(positions("RUN")) < user, "what follows would run without the rights to install"
     assert words_of("ENTRYPOINT")
     assert words_of("CMD")[0] in PROJECT["scripts"]
-
-
-def test_the_image_can_launch_hosts_and_runs_no_tests() -> None:
-    [apt] = positions("RUN", "apt-get install")
-    installed = set(instructions()[apt][1].split())
-    assert {"pdsh", "openssh-client", words_of("ENTRYPOINT")[0]} <= installed
-    assert not positions("RUN", "pytest")
-
-
-def test_what_the_build_runs_is_there_before_it_runs() -> None:
-    """Programs of the base image, of packages that were installed, and pip of the virtual environment."""
-    there = set(BASE_PROGRAMS)
-    for number in positions("RUN"):
-        for step in re.split(r"&&", instructions()[number][1]):
-            program, *arguments = shlex.split(step)
-            assert program in there, step
-            if program == "apt-get" and "install" in arguments:
-                there |= {"python3"} & set(arguments)
-            if program == "python3" and arguments[:2] == ["-m", "venv"]:
-                there |= {"pip"} if "python3-venv" in str(instructions()) else set()
-                assert f"{arguments[2]}/bin" in str(instructions()[positions("ENV")[0]])
 
 
 def test_only_tracked_files_are_copied() -> None:

@@ -91,13 +91,6 @@ def test_a_run_that_degrades_ends_and_can_go_on(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.sweep
-def test_an_engine_that_fails_ends_no_run(base: Path, tmp_path: Path) -> None:
-    words = DECODED | {"eval.stop_if": "{acceptance_rate: 0.1}", "train.stages": "[{stride: 2, steps: 2}]"}
-    assert cli.main(arguments(base, tmp_path / "out", **words), sampler=lambda *_: SampleReport()) == 0
-    assert not any("exact_match" in key for record in evaluations(tmp_path / "out") for key in record)
-
-
 @pytest.mark.parametrize(
     ("stop_if", "changes", "expected"),
     [

@@ -16,7 +16,6 @@ from idlm.infer.evaluation.benchmarks.code import CodeTask
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
 from idlm.infer.evaluation.sandbox import Program, ProgramOutcome, Sandbox
-from idlm.tasks import TASKS
 from tests.integration.inference.command_lines import MODEL, read_lines
 
 GSM8K = {"question": "Two and two?", "answer": "2+2=4\n#### 1,004"}
@@ -184,12 +183,6 @@ def test_mistakes_are_found_before_a_model_is_loaded(
         run_evaluation([*MODEL, *given])
     assert caught.value.code == code
     assert words in caught.value.message
-
-
-def test_an_unknown_task_is_answered_with_all_tasks() -> None:
-    with pytest.raises(UserError) as caught:
-        run_evaluation([*MODEL, "task=quiz"])
-    assert caught.value.fix == f"choose one of: {', '.join(sorted([*TASKS.names(), *FILE_TASKS.names()]))}"
 
 
 def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,14 +35,6 @@ def _answer(*messages: dict[str, str]) -> str:
     return answer(encode_messages(reference().tokenizer, messages)).text
 
 
-def test_a_system_prompt_stands_before_a_prompt_of_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert generate([*BASE, "-p", PROMPTS[0], f"system={SYSTEM}"]) == 0
-    assert capsys.readouterr().out == _answer(FIRST, _turn(PROMPTS[0])) + "\n"
-    assert _answer(FIRST, _turn(PROMPTS[0])) != _answer(_turn(PROMPTS[0]))
-
-
 def test_a_system_prompt_stands_before_lines_that_have_none(tmp_path: Path) -> None:
     own = {"role": "system", "content": "Ann has 2 nuts."}
     lines: list[Any] = [
@@ -56,16 +48,6 @@ def test_a_system_prompt_stands_before_lines_that_have_none(tmp_path: Path) -> N
     records = read_lines(output)
     assert [record["prompt"] for record in records] == sent
     assert [record["text"] for record in records] == [_answer(*messages) for messages in sent]
-
-
-def test_a_run_with_another_system_prompt_does_not_go_on(tmp_path: Path) -> None:
-    source, output = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0]}]), tmp_path / "out"
-    options = [f"input={source}", f"output={output}"]
-    assert generate([*BASE, *options, f"system={SYSTEM}"]) == 0
-    assert generate([*BASE, *options, f"system={SYSTEM}", "resume=true"]) == 0
-    with pytest.raises(UserError, match="IDLM-0444") as refusal:
-        generate([*BASE, *options, "resume=true"])
-    assert "system=" in refusal.value.fix
 
 
 def test_a_system_prompt_and_token_ids_are_refused_before_a_model_is_loaded(

@@ -68,10 +68,6 @@ def try_open_secret() -> Any:
     return _read(WORLD["secret"])
 
 
-def try_open_secret_elsewhere() -> Any:
-    return _read(WORLD["far_secret"])
-
-
 def try_symlink_to_secret() -> Any:
     link = f"/tmp/link_{os.getpid()}"
     os.symlink(WORLD["far_secret"], link)
@@ -79,19 +75,6 @@ def try_symlink_to_secret() -> Any:
         return _read(link)
     finally:
         os.unlink(link)
-
-
-def try_symlink_to_folder() -> Any:
-    link = f"/tmp/folder_{os.getpid()}"
-    os.symlink(os.path.dirname(WORLD["far_secret"]), link)
-    try:
-        return os.listdir(link)
-    finally:
-        os.unlink(link)
-
-
-def try_traversal() -> Any:
-    return _read("/tmp/" + "../" * 20 + WORLD["far_secret"].lstrip("/"))
 
 
 def try_descriptor_traversal() -> Any:
@@ -103,10 +86,6 @@ def try_descriptor_traversal() -> Any:
     finally:
         os.close(root)
         os.close(up)
-
-
-def try_cat() -> Any:
-    return subprocess.run(["/usr/bin/cat", WORLD["far_secret"]], capture_output=True, check=True).stdout
 
 
 def try_shell() -> Any:
@@ -123,35 +102,13 @@ def try_environment() -> Any:
     return os.environ.get("LMEVAL_SECRET")
 
 
-def try_own_environment_by_proc() -> Any:
-    return _read("/proc/self/environ")
-
-
 def try_process_list() -> Any:
     return [name for name in os.listdir("/proc") if name.isdigit()]
-
-
-def try_root_of_process_1() -> Any:
-    return os.listdir("/proc/self/root/etc")
-
-
-def try_maps() -> Any:
-    return _read("/proc/self/maps")
 
 
 def try_write_outside() -> Any:
     with open(WORLD["target"], "w", encoding="utf-8") as file:
         return file.write("escaped")
-
-
-def try_write_by_symlink() -> Any:
-    link = f"/tmp/write_{os.getpid()}"
-    os.symlink(WORLD["target"], link)
-    try:
-        with open(link, "a", encoding="utf-8") as file:
-            return file.write("escaped")
-    finally:
-        os.unlink(link)
 
 
 def try_hard_link() -> Any:
@@ -170,17 +127,8 @@ def try_signal_host() -> Any:
     return True
 
 
-def try_signal_host_group() -> Any:
-    os.killpg(WORLD["group"], 0)
-    return True
-
-
 def try_handle_of_host_process() -> Any:
     return os.pidfd_open(WORLD["pid"]) >= 0
-
-
-def try_priority_of_host_process() -> Any:
-    return os.getpriority(os.PRIO_PROCESS, WORLD["pid"]) is not None
 
 
 def try_inherited_folder() -> Any:

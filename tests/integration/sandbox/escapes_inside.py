@@ -28,10 +28,6 @@ def try_become_root() -> Any:
     return libc.setuid(0) == 0 or libc.setresuid(0, 0, 0) == 0 or libc.seteuid(0) == 0
 
 
-def try_other_groups() -> Any:
-    return libc.setgid(0) == 0 or libc.setgroups(0, None) == 0
-
-
 def try_capabilities() -> Any:
     header, wanted = ctypes.create_string_buffer(b"\x22\x05\x08\x20" + bytes(4)), b"\xff" * 24
     return _system_call(126, header, wanted)
@@ -39,10 +35,6 @@ def try_capabilities() -> Any:
 
 def try_new_user_namespace() -> Any:
     return _system_call(272, 0x10000000)
-
-
-def try_clone_into_namespace() -> Any:
-    return _system_call(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)
 
 
 def try_clone3() -> Any:
@@ -63,10 +55,6 @@ def try_mount() -> Any:
     return libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"") == 0
 
 
-def try_mount_proc() -> Any:
-    return libc.mount(b"proc", b"/tmp", b"proc", 0, b"") == 0
-
-
 def try_remount_writable() -> Any:
     return libc.mount(None, b"/usr", None, 32 | 4096, None) == 0
 
@@ -83,11 +71,6 @@ def try_write_library() -> Any:
     return os.open(os.__file__, os.O_WRONLY | os.O_APPEND) >= 0
 
 
-def try_mode_of_library() -> Any:
-    os.chmod(os.__file__, 0o644)
-    return True
-
-
 def try_file_in_root() -> Any:
     return [os.open(f"{folder}/new", os.O_CREAT | os.O_WRONLY) for folder in ("/", "/usr", "/dev", "/etc")]
 
@@ -97,20 +80,8 @@ def try_device() -> Any:
     return True
 
 
-def try_kernel_memory() -> Any:
-    return [
-        path
-        for path in ("/dev/mem", "/dev/kmsg", "/dev/kvm", "/dev/fuse", "/dev/tty")
-        if os.path.exists(path)
-    ]
-
-
 def try_trace_checker() -> Any:
     return libc.ptrace(16, 1, 0, 0) == 0 or libc.ptrace(0x4206, 1, 0, 0) == 0
-
-
-def try_trace_me() -> Any:
-    return libc.ptrace(0, 0, 0, 0) == 0
 
 
 def try_read_checker_memory() -> Any:
@@ -132,12 +103,6 @@ def try_kill_everything() -> Any:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
         os.kill(-1, number)
-    return False
-
-
-def try_kill_group() -> Any:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.kill(0, signal.SIGTERM)
     return False
 
 
@@ -163,21 +128,9 @@ def try_load_module() -> Any:
     return [number for number in (175, 313, 176, 246, 169, 167) if _system_call(number, 0, 0, 0, 0)]
 
 
-def try_kernel_log() -> Any:
-    return _system_call(103, 3, ctypes.create_string_buffer(100), 100)
-
-
-def try_host_name() -> Any:
-    return libc.sethostname(b"taken", 5) == 0
-
-
 def try_clock() -> Any:
     time.clock_settime(time.CLOCK_REALTIME, 0)
     return True
-
-
-def try_message_queues() -> Any:
-    return _system_call(68, 0, 0o1600) or _system_call(240, b"queue", 0o100, 0o600, 0)
 
 
 def try_one_large_file() -> Any:
@@ -217,17 +170,6 @@ def try_many_files() -> Any:
             if name.startswith("empty"):
                 os.unlink(f"/tmp/{name}")
     return made
-
-
-def try_many_descriptors() -> Any:
-    held = []
-    try:
-        for _ in range(1000):
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    finally:
-        for fd in held:
-            os.close(fd)
-    return held
 
 
 def try_memory() -> Any:
@@ -289,11 +231,6 @@ class _Equal:
         return 0
 
 
-class _EqualList(list[Any]):
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
 class _EqualInt(int):
     def __eq__(self, other: object) -> bool:
         return True
@@ -304,10 +241,6 @@ class _EqualInt(int):
 
 def give_equal() -> Any:
     return _Equal()
-
-
-def give_equal_list() -> Any:
-    return _EqualList()
 
 
 def give_equal_int() -> Any:

@@ -157,14 +157,6 @@ def test_a_row_that_the_engine_refuses_does_not_stop_the_others(
     assert [record["request_id"] for record in records(folder)] == ["row 0", "row 1", "ids", "row 5", "row 6"]
 
 
-def test_a_part_of_blank_lines_has_an_empty_file(tmp_path: Path, local: Local) -> None:
-    path, folder = write_lines(tmp_path / "in.jsonl", ["", "", ROWS[0]]), tmp_path / "out"
-    job = [*SAMPLED, f"input={path}", f"output={folder}", "rows_per_part=2"]
-    assert generate(job) == generate(job) == 0
-    assert local.parts == ["part-00000.jsonl", "part-00001.jsonl"]
-    assert [record["request_id"] for record in records(folder)] == ["row 0"]
-
-
 def test_an_engine_that_cannot_be_built_ends_the_job(
     source: Path,
     tmp_path: Path,
@@ -264,12 +256,6 @@ def test_a_damaged_input_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="IDLM-0430") as caught:
         generate([*SAMPLED, f"input={tmp_path / name}", f"output={tmp_path / 'out'}"])
     assert name in caught.value.message
-
-
-def test_seeds_differ_by_row_and_by_job() -> None:
-    seeds = {seed_of(seed, str(row)) for seed in (None, 1, 2) for row in range(99)}
-    assert len(seeds) == 297 and all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(None, "a") == seed_of(0, "a")
 
 
 def test_ray_data_gives_the_same_records(

@@ -21,8 +21,8 @@ from idlm.checkpoint import INDEX_FILE, SINGLE_FILE
 CANARY = "hostile_canary"
 """A module in the checkpoint; its import leaves a file."""
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
-NOT_COUNTS = (-1, 0, 2**62, 1.5, math.nan, "4", [4], {"a": 1}, True)
-NOT_NUMBERS = (-1, 0, math.nan, math.inf, "1", [], True, 10**400)
+NOT_COUNTS = (-1, 2**62, math.nan, "4", [4])
+NOT_NUMBERS = (0, math.nan, math.inf, [], 10**400)
 
 
 class Artefact(NamedTuple):
@@ -68,42 +68,29 @@ def configs() -> Iterator[Artefact]:
         yield _config("rope_theta", rope_parameters={"rope_type": "default", "rope_theta": value})
     for parameters in (5, [], "yarn", {"rope_type": "os.system"}, {"rope_type": ["default"]}):
         yield _config("rope", rope_parameters=parameters)
-    for value in (
-        "os.system",
-        ["os.system"],
-        [],
-        ["Qwen3ForCausalLM"] * 2,
-        5,
-        {"a": 1},
-        [["Qwen3ForCausalLM"]],
-        [None],
-    ):
+    for value in ("os.system", ["os.system"], [], ["Qwen3ForCausalLM"] * 2, {"a": 1}, [None]):
         yield _config("architectures", architectures=value)
-    for value in ("os.system", 5, ["float32"], {"a": 1}, "torch.float32", "int8"):
+    for value in ("os.system", ["float32"], "torch.float32", "int8"):
         yield _config("dtype", dtype=value)
-    for value in ("gelu", 5, ["silu"], "hostile_canary.act"):
+    for value in ("gelu", ["silu"], "hostile_canary.act"):
         yield _config("hidden_act", hidden_act=value)
-    for value in (5, "full_attention", ["sliding_attention"] * 2, [None], {"0": "full_attention"}):
+    for value in (5, ["sliding_attention"] * 2, {"0": "full_attention"}):
         yield _config("layer_types", layer_types=value)
-    for value in ("yes", 1, [], {"a": 1}):
+    for value in ("yes", 1):
         yield _config("tie_word_embeddings", tie_word_embeddings=value)
     for value in ({"quant_method": CANARY}, "int4", 5):
         yield _config("quantization_config", quantization_config=value)
-    for value in ([[1]], {}, "x", True, 9.0, -1):
+    for value in ([[1]], "x", True, 9.0, -1):
         yield _config("eos_token_id", "generation_config.json", eos_token_id=value)
     for text in (
         "",
-        "{",
         "[]",
-        "null",
-        '"x"',
         "{]",
-        '{"a": ' * 100_000,
         "[" * 100_000,
         '{"hidden_size": ' + "9" * 5000 + "}",
     ):
         yield _file("config.json", text, "config.json", f"config.json {text[:8]}... {len(text)}")
-    for content in (b"\xff\xfe", b"\x80\x04\x95", b"\x00" * 100):
+    for content in (b"\xff\xfe", b"\x80\x04\x95"):
         yield _file("config.json", content, "config.json")
 
 
@@ -111,17 +98,17 @@ def semantics() -> Iterator[Artefact]:
     """idlm_config.json."""
     file = "idlm_config.json"
     for name, values in {
-        "causality": ("os.system", 5, [], {"a": 1}, True),
-        "stride": (0, -1, 2**70, "4", [4], 1.5, True, math.nan),
-        "block_size": (0, -1, "4", [4], 1.5, math.nan),
-        "mask_token_id": (-1, "3", [3], 1.5, True, math.nan),
-        "logit_shift": ("no", 1, [], math.nan),
-        "stop_token_ids": ("x", 5, [-1], [1.5], [[1]], ["a"]),
+        "causality": ("os.system", 5, [], True),
+        "stride": (0, 2**70, "4", 1.5, True, math.nan),
+        "block_size": (0, [4], 1.5),
+        "mask_token_id": (-1, "3", True),
+        "logit_shift": ("no", 1),
+        "stop_token_ids": ("x", 5, [-1], [1.5]),
     }.items():
         good = {"causality": "causal", "logit_shift": True, "mask_token_id": 3, "stride": 2}
         for value in values:
             yield _file(file, json.dumps(good | {name: value}), name, f"{file} {name}={value!r}")
-    for text in ("", "{", "[]", "null", "[" * 100_000, '{"stride": ' + "9" * 5000 + "}"):
+    for text in ("", "[]", "[" * 100_000, '{"stride": ' + "9" * 5000 + "}"):
         yield _file(file, text, file, f"{file} {text[:8]}... {len(text)}")
 
 
@@ -139,39 +126,27 @@ def weights() -> Iterator[Artefact]:
     data = bytes(16)
     for title, content in {
         "empty": b"",
-        "seven bytes": b"\x01" * 7,
         "header of 2^63 bytes": _stored({}, length=2**63),
-        "header of 2^64 - 1 bytes": _stored({}, length=2**64 - 1),
         "header beyond the file": _stored({}, length=10_000),
-        "header of 99 MB that is not there": _stored({}, length=99_000_000),
         "header of 101 MB": _stored({}, length=101_000_000),
         "header of no bytes": _stored(b""),
         "no JSON": _stored(b"{nonsense}"),
-        "no UTF-8": _stored(b'{"\xff": 1}'),
         "nested header": _stored(b"[" * 100_000 + b"]" * 100_000),
-        "list": _stored([]),
         "pickle": b"\x80\x04\x95" + bytes(100),
-        "zip": b"PK\x03\x04" + bytes(100),
         "no data": _stored({WEIGHT: _tensor()}),
         "half of the data": _stored({WEIGHT: _tensor()}, data[:8]),
         "more data": _stored({WEIGHT: _tensor()}, data * 2),
         "overlap": _stored({"a": _tensor(), "b": _tensor()}, data),
         "hole": _stored({"a": _tensor(), "b": _tensor(offsets=(32, 48))}, data * 3),
         "offsets that go back": _stored({"a": _tensor(offsets=(16, 0))}, data),
-        "negative offsets": _stored({"a": _tensor(offsets=(-16, 0))}, data),
         "offsets beyond the end": _stored({"a": _tensor(offsets=(0, 2**62))}, data),
-        "three offsets": _stored({"a": _tensor(offsets=(0, 8, 16))}, data),
         "shape of 2^62": _stored({"a": _tensor(shape=[2**62, 2**62])}, data),
         "negative shape": _stored({"a": _tensor(shape=[-2, -2])}, data),
         "shape of text": _stored({"a": _tensor(shape="2,2")}, data),
-        "fractional shape": _stored({"a": _tensor(shape=[2.0, 2.0])}, data),
         "another size": _stored({"a": _tensor(shape=[3, 3])}, data),
         "unknown type": _stored({"a": _tensor(dtype="PICKLE")}, data),
-        "type that is a number": _stored({"a": _tensor(dtype=5)}, data),
-        "no type": _stored({"a": {"shape": [2, 2], "data_offsets": [0, 16]}}, data),
         "the same name twice": _stored(b'{"a": %s, "a": %s}' % ((json.dumps(_tensor()).encode(),) * 2), data),
         "metadata that is no text": _stored({"__metadata__": {"a": 5}, "a": _tensor()}, data),
-        "another tensor": _stored({"a": _tensor()}, data),
         "only metadata": _stored({"__metadata__": {"format": "pt"}}),
     }.items():
         yield _file(SINGLE_FILE, content, "safetensors|tensors", f"weights: {title}")
@@ -179,15 +154,11 @@ def weights() -> Iterator[Artefact]:
         "truncated": lambda whole: whole[: len(whole) // 2],
         "longer": lambda whole: whole + b"\x00",
         "one byte short": lambda whole: whole[:-1],
-        "header cut": lambda whole: whole[:100],
     }.items():
         yield Artefact(f"weights: {title}", _changed_bytes(change), "safetensors")
     for title, replaced in {
         "int8": torch.zeros(4, 4, dtype=torch.int8),
-        "bool": torch.zeros(4, 4, dtype=torch.bool),
-        "int64": torch.zeros(4, 4, dtype=torch.int64),
         "scalar": torch.zeros(()),
-        "empty": torch.zeros(0, 4),
         "another shape": torch.zeros(3, 5),
         "another number of axes": torch.zeros(1, 4, 4),
         "missing": None,
@@ -215,23 +186,14 @@ def _replaced(tensor: torch.Tensor | None) -> Callable[[Path], None]:
 
 def files() -> Iterator[Artefact]:
     """Index files, pickles, manifests and links."""
-    names = (
-        "../x.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "..",
-        "",
-        "x.bin",
-        "x.safetensors\0.bin",
-        "~/x.safetensors",
-    )
-    for value in (*names, 5, None, ["x.safetensors"], {"a": 1}):
+    names = ("../x.safetensors", "/etc/passwd", "..", "", "x.safetensors\0.bin", "~/x.safetensors")
+    for value in (*names, 5, ["x.safetensors"]):
         yield _index({"weight_map": {WEIGHT: value}}, "index|weight files")
-    for content in ({}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": "x"}, {"weight_map": None}):
+    for content in ({}, {"weight_map": {}}, {"weight_map": []}):
         yield _index(content, "weight_map")
     yield _index("[" * 100_000, "index")
     yield _index({"weight_map": {WEIGHT: "gone.safetensors"}}, "gone.safetensors")
-    for name in ("pytorch_model.bin", "model.pt", "model.pth", "consolidated.00.pth", "model.ckpt"):
+    for name in ("pytorch_model.bin", "model.pt", "model.ckpt"):
         yield Artefact(f"only {name}", _pickle_only(name), "safetensors")
     for title, files in {
         "outside": {"../x": {"sha256": "0" * 64, "size": 1}},
@@ -290,49 +252,34 @@ def artefacts() -> list[Artefact]:
 
 TEMPLATES = {
     "class of a text": "{{ ''.__class__.__base__ }}",
-    "subclasses": "{{ ().__class__.__base__.__subclasses__() }}",
     "attribute by filter": "{{ (''|attr('__class__')).__base__ }}",
     "globals of a function": "{{ raise_exception.__globals__.os }}",
     "globals of a macro": "{% macro m() %}{% endmacro %}{{ m.__globals__.os }}",
-    "globals of a loop": "{% for a in [1] %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}",
     "globals of cycler": "{{ cycler.__init__.__globals__.os.system('touch hostile_canary') }}",
-    "globals of joiner": "{{ joiner.__init__.__globals__ }}",
-    "globals of namespace": "{{ namespace.__init__.__globals__ }}",
     "globals of lipsum": "{{ lipsum.__globals__.os.system('touch hostile_canary') }}",
-    "self": "{{ self.__init__.__globals__ }}",
     "self's context": "{{ self._TemplateReference__context.environment }}",
     "format": "{{ '{0.__class__.__base__}'.format('') }}",
     "format_map": "{{ '{a.__class__.__base__}'.format_map({'a': ''}) }}",
-    "mro by item": "{{ ''['__class__'].__base__ }}",
     "dunder by join": "{{ (''|attr(['__cl', 'ass__']|join)).__base__ }}",
     "map": "{{ ['']|map(attribute='__class__.__base__')|list }}",
-    "code of a function": "{{ raise_exception.__code__.co_code }}",
     "frames of a generator": "{{ ([]|map('upper')).gi_frame.f_globals }}",
     "import": "{% import 'os' as os %}",
-    "from import": "{% from 'os' import system %}",
     "include": "{% include '/etc/passwd' %}",
-    "extends": "{% extends '/etc/passwd' %}",
     "append to messages": "{{ messages.append(messages) }}",
     "update of a message": "{{ messages[0].update({'a': 1}) }}",
     "open": "{{ open('hostile_canary', 'w') }}",
     "unknown filter": "{{ 'id'|system }}",
-    "unknown tag": "{% python import os %}",
     "broken": "{{ ",
     "deep expression": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "deep blocks": "{% if 1 %}" * 300 + "{% endif %}" * 300,
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "loops of 1e10": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "range of 1e9": "{% for a in range(10**9) %}{% endfor %}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "long text": "{{ 'a' * 10**10 }}",
-    "text beyond the limit": "{{ 'a' * 10**8 }}",
-    "long list": "{{ [0] * 10**10 }}",
     "centred": "{{ 'a'|center(10**10) }}",
-    "padded": "{{ '%10000000000d' % 1 }}",
     "indented": "{{ ('a\\n' * 10000)|indent(10**6) }}",
     "doubled": "{% set n = namespace(s='a') %}{% for i in range(50) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "replaced": "{{ ('a' * 10**6).replace('a', 'a' * 10**6) }}",
-    "filled": "{% set n = namespace(l=[0]) %}{% for i in range(50) %}{% set n.l = n.l + n.l %}{% endfor %}",
     "much output": "{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
 }
 """Chat templates; none of them renders."""
@@ -343,10 +290,7 @@ def tokenizers() -> Iterator[Artefact]:
     words = "tokenizer"
     for text in (
         "",
-        "{",
         "[]",
-        "null",
-        "5",
         "{}",
         '{"model": 5}',
         '{"model": {"type": "os.system"}}',
@@ -370,7 +314,7 @@ def tokenizers() -> Iterator[Artefact]:
         },
     }.items():
         yield _config(words, "tokenizer.json", **{name: value})
-    for text in ("", "{", "[]", "null", "[" * 100_000):
+    for text in ("", "[]", "[" * 100_000):
         yield _file("tokenizer_config.json", text, words, f"tokenizer_config.json {text[:30]} {len(text)}")
     for value in (5, ["a"]):
         yield _config(words, "tokenizer_config.json", tokenizer_class=value)

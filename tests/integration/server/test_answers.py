@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import NotFoundError, OpenAI
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.server.messages import AnswerEvent
-from idlm.infer.server.protocol.requests import CompletionRequest
-from idlm.infer.server.replies import CompletionReply, TokenTexts
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.contracts.engines import clear_answers
 from tests.integration.server.servers import PATIENCE, PROMPT, Running, events, reference, running
@@ -77,21 +73,6 @@ def test_a_chat_is_the_engines_answer(client: OpenAI) -> None:
     assert usage.tokens_per_forward == pytest.approx(done.tokens_per_forward)
     assert usage.acceptance_rate == pytest.approx(done.acceptance_rate)
     assert usage.completion_tokens_details.accepted_prediction_tokens == sum(done.accepted_by_position)
-
-
-def test_the_template_knows_about_thinking(client: OpenAI) -> None:
-    ways: list[dict[str, Any]] = [
-        {"enable_thinking": False},
-        {"chat_template_kwargs": {"enable_thinking": False}},
-    ]
-    for way in ways:
-        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=way, max_tokens=1)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(chat_ids(enable_thinking=False)) == len(chat_ids()) + 1
-    with pytest.raises(BadRequestError, match="chat_template_kwargs.tools"):
-        client.chat.completions.create(
-            model="tiny", messages=MESSAGES, extra_body={"chat_template_kwargs": {"tools": [1]}}
-        )
 
 
 def test_messages_of_parts_and_earlier_answers(client: OpenAI) -> None:
@@ -236,24 +217,6 @@ def test_offsets_of_a_stream_are_those_of_the_whole_answer(server: Running) -> N
         own = [each["logprobs"] for each in chunks if each["index"] == choice["index"] and each["logprobs"]]
         assert len(own) > 1
         assert [index for each in own for index in each["text_offset"]] == choice["logprobs"]["text_offset"]
-
-
-def test_special_tokens_take_no_place_in_the_text() -> None:
-    tokenizer = reference().tokenizer
-    texts, special = TokenTexts(tokenizer), tokenizer.eos_token_id
-    first, last = (text_ids(text)[-1] for text in ("Mia has", "Tom"))
-    generation: Any = SimpleNamespace(prompts=["a"], num_samples=1)
-    reply = CompletionReply(CompletionRequest(prompt="a", logprobs=0), generation, "tiny", texts)
-    indices = []
-    for token_ids in ([first, special], [last, special], [special]):
-        event = AnswerEvent(
-            "0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None, []
-        )
-        [choice] = reply.deltas(0, event, is_first=False)
-        indices += choice["logprobs"]["text_offset"]
-    start = len(texts.text(first))
-    assert start and len(texts.text(special))
-    assert indices == [0, start, start, *[start + len(texts.text(last))] * 2]
 
 
 def test_metrics_count_what_was_answered(server: Running) -> None:

@@ -6,7 +6,6 @@ the engine, a few characters for each pass.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -256,39 +255,6 @@ def test_calls_of_tools(client: OpenAI, script: Callable[..., None]) -> None:
     script(CALL)
     for options in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
         assert whole(chat(client, **options)) == (nothing | {"content": CALL}, "stop"), options
-
-
-def test_the_template_gets_tools_and_calls(client: OpenAI, script: Callable[..., None]) -> None:
-    names = [("5",), ("33",), ("5", "33")]
-    counts = [
-        client.chat.completions.create(
-            model="tiny",
-            messages=MESSAGES,
-            max_tokens=1,
-            tools=[tool for tool in TOOLS if tool["function"]["name"] in chosen],
-        ).usage.prompt_tokens  # type: ignore[union-attr]
-        for chosen in names
-    ]
-    tokenizer = reference().tokenizer
-    tools = [[tool for tool in TOOLS if tool["function"]["name"] in chosen] for chosen in names]
-    assert counts == [len(encode_messages(tokenizer, MESSAGES, tools=each)) for each in tools]
-    assert counts[2] > max(counts[:2])
-    script(CALL)
-    called = chat(client, tools=TOOLS).message
-    assert json.loads(called.tool_calls[0].function.arguments) == {"a": 1}
-    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "2"}
-    answer = client.chat.completions.create(model="tiny", messages=[*MESSAGES, called, result], max_tokens=1)
-    turns = [
-        *MESSAGES,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "5", "arguments": {"a": 1}}}],
-        },
-        {"role": "tool", "content": "2"},
-    ]
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(encode_messages(tokenizer, turns))
 
 
 def test_a_client_that_closes_its_stream_frees_everything(client: OpenAI, server: Running) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import json
 import os
 import re
 import signal
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ import pytest
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, read_arguments
+from idlm.infer.cli.config import read_arguments
 from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program, served_arm
-from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
+from idlm.infer.clients.bench import bench, make_loads, measure, plan_arms
 from idlm.infer.clients.chat import Chat, EngineAnswerer, chat
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.http import Server, ServerAnswerer
@@ -142,20 +140,6 @@ def test_a_chat_keeps_its_turns_and_obeys_its_commands(kind: str, answerers: dic
 
 
 @pytest.mark.parametrize("kind", ["engine", "server"])
-def test_pieces_are_passes(kind: str, answerers: dict[str, Answerer]) -> None:
-    view = ScriptedView(PROMPT)
-    Chat(answerers[kind], view, GREEDY).run()
-    done = expected(PROMPT)
-    assert sum(piece.num_tokens or 0 for piece in view.pieces) == len(done.token_ids)
-    last = view.pieces[-1]
-    assert (last.num_forwards, last.num_accepted, last.num_tested) == (
-        done.num_forwards,
-        sum(done.accepted_by_position),
-        sum(done.tested_by_position),
-    )
-
-
-@pytest.mark.parametrize("kind", ["engine", "server"])
 def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
     kind: str, answerers: dict[str, Answerer], server: Client
 ) -> None:
@@ -170,27 +154,6 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
     server.wait_until_idle()
 
 
-def test_ctrl_c_in_a_pass_ends_an_answer(
-    answerers: dict[str, Answerer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its end: the engine goes on, and the chat with it."""
-    schedule, count = reference().scheduler.next, itertools.count(1)
-
-    def interrupted() -> Any:
-        if next(count) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return schedule()
-
-    monkeypatch.setattr(reference().scheduler, "next", interrupted)
-    view = ScriptedView(PROMPT, "How many?")
-    with ctrl_c_raises():
-        assert Chat(answerers["engine"], view, GREEDY).run() == 0
-    part, second = view.answers
-    assert 0 < len(part) < len(expected(PROMPT).text)
-    assert second == expected(PROMPT, part, "How many?").text
-    assert not reference().has_work
-
-
 def test_a_chat_through_pipes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Client
 ) -> None:
@@ -202,12 +165,6 @@ def test_a_chat_through_pipes(
         assert "tokens/forward" in captured.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("/nonsense\n"))
     assert chat([f"url={server.url}"]) == 1
-
-
-def test_a_checkpoint_without_a_template_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference().tokenizer, "chat_template", None)
-    with pytest.raises(UserError, match="IDLM-0215"):
-        EngineAnswerer(reference())
 
 
 def test_bench_measures_ar_first_and_compares_answers(
@@ -231,31 +188,6 @@ def test_bench_measures_ar_first_and_compares_answers(
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith("arm ") and len(table) == 7 and table[-1].startswith("prompts: random, ")
     assert {row["prompts"] for row in rows} == {"random"}
-
-
-@pytest.mark.sweep
-def test_bench_of_conversations(server: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chats, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
-    turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "3"}]
-    lines = [{"prompt": PROMPT}, {"messages": [*turns, turns[0]]}, {"prompt_ids": [5, 6]}]
-    chats.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    words = [
-        *SMALL,
-        f"prompts={chats}",
-        "concurrency=1",
-        "ignore_eos=true",
-        "overwrite=true",
-        f"output={output}",
-    ]
-    for arm in (ENGINE, [f"url={server.url}"]):
-        assert bench([*arm, *words]) == 0
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
-        assert {(row["scenario"], row["prompts"]) for row in rows} == {("chats.jsonl", str(chats))}
-        assert {row["stats"]["num_output_tokens"]["sum"] for row in rows} == {18}
-        assert {row["stats"]["num_input_tokens"]["min"] for row in rows} == {2}
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1] == f"prompts: {chats}"
-    assert re.search(r"^isd C=1  3 requests done in ", captured.err, re.MULTILINE)
 
 
 def test_bench_refuses_a_decoder_that_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,20 +216,6 @@ def test_bench_of_a_server_counts_what_fails(server: Client, capsys: pytest.Capt
     assert captured.out.splitlines()[1].split()[3:5] == ["0", "3"]
 
 
-def test_servers_of_ours_pass_the_gate_too(server: Client, tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    arms = plan_arms(
-        *read_arguments("bench", BenchConfig, [f"url=[{server.url},{server.url}]", f"output={output}"]), []
-    )
-    load, first = make_loads(read_arguments("bench", BenchConfig, ["model=x", *SMALL])[0])[0], list[Any]()
-    with arms[1].open() as arm:
-        jobs_of_ar = EngineArm("ar", reference())
-        jobs_of_ar.case["decoder"] = "ar"
-        assert check_gate(jobs_of_ar, load, first) is None
-        num_compared = check_gate(arm, load, first)
-    assert num_compared is not None and num_compared > 0
-
-
 def test_a_server_that_counts_no_passes_is_measured(tmp_path: Path) -> None:
     fake = tmp_path / "vllm"
     fake.write_text(FAKE_VLLM)
@@ -311,20 +229,6 @@ def test_a_server_that_counts_no_passes_is_measured(tmp_path: Path) -> None:
     fake.write_text("#!/bin/sh\necho no GPU >&2\nexit 3\n")
     with pytest.raises(UserError, match=r"(?s)IDLM-0712.*status 3.*no GPU"), opened():
         pass
-
-
-def test_the_engine_of_an_arm_is_gone_before_the_next_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    load, engines, alive = EngineArguments.load, list[Any](), list[int]()
-
-    def counted(arguments: EngineArguments) -> Any:
-        alive.append(sum(engine() is not None for engine in engines))
-        engine = load(arguments)
-        engines.append(weakref.ref(engine))
-        return engine
-
-    monkeypatch.setattr(EngineArguments, "load", counted)
-    assert bench([*ENGINE, *SMALL, "concurrency=1"]) == 0
-    assert alive == [0, 0]
 
 
 def test_a_server_of_ours_gets_the_engines_arguments() -> None:

@@ -169,37 +169,6 @@ def test_a_server_that_ends_while_it_starts_an_engine_leaves_no_process(
     assert client.state == "stopped"
 
 
-@pytest.mark.parametrize("ends_before_its_start", [False, True])
-def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
-    monkeypatch: pytest.MonkeyPatch, ends_before_its_start: bool
-) -> None:
-    """Nor does it fail when the engine process has ended before it is told what to load."""
-    monkeypatch.setattr(engine_client, "PROGRAM", ("-c", ""))
-    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 1000.0)
-    arguments = EngineArguments(model="", decoder="", settings={}, options={})
-    create = asyncio.create_subprocess_exec
-
-    async def create_process(*words: Any, **options: Any) -> Any:
-        process = await create(*words, **options)
-        if ends_before_its_start:
-            await process.wait()
-        return process
-
-    async def run() -> None:
-        client, pauses = EngineClient(arguments, Metrics("x")), asyncio.Event()
-        info: Any = object()
-        client.info = info
-        monkeypatch.setattr(engine_client.LOG, "error", lambda *_: pauses.set())
-        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
-            tasks.create_task(client.run())
-            await pauses.wait()
-            await client.close()
-        assert client.state == "stopped"
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_process)
-    asyncio.run(run())
-
-
 READY = EngineInfo(
     stride=3,
     **dict.fromkeys(("directory", "decoder", "exactness"), ""),
@@ -259,18 +228,6 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch, 
             while not client.num_restarts:
                 await asyncio.sleep(0.01)
             await until_ready(client)
-
-    asyncio.run(run())
-
-
-def test_a_server_ends_whose_engine_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with deaf_engine(monkeypatch) as client:
-            request = asyncio.create_task(client.generate([[1] * 4_000_000], SamplingParams()))
-            await asyncio.sleep(0.2)
-            assert not request.done()
-        with pytest.raises(ApiError, match="shutting down|ended"):
-            await request
 
     asyncio.run(run())
 
@@ -371,17 +328,3 @@ def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> 
         return found
 
     assert asyncio.run(read()) == [5]
-
-
-def test_events_that_are_not_read_yet_become_one() -> None:
-    figures = SampleCounts("length", 1, 3, 0, 3, [], [], "exact")
-
-    async def read() -> list[tuple[int, list[int], str]]:
-        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1], "0-1": [2]}, 1)  # type: ignore[arg-type]
-        for token, text in ((5, "a"), (6, "b"), (7, "c")):
-            for name in ("0-0", "0-1"):
-                end = figures if token == 7 else None
-                generation.put(AnswerEvent(name, 0, [token], text, [], end, None, []))
-        return [(choice, event.token_ids, event.text) async for choice, event in generation]
-
-    assert asyncio.run(read()) == [(0, [5, 6, 7], "abc"), (1, [5, 6, 7], "abc")]

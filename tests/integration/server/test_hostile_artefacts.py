@@ -104,7 +104,7 @@ def check(refusal: UserError, words: str) -> None:
 
 def test_the_good_checkpoint_loads(good: Path) -> None:
     Engine.from_pretrained(good, "ar", **OPTIONS).close()
-    assert len(artefacts()) + len(list(hostile.tokenizers())) + len(TEMPLATES) >= 200
+    assert len(artefacts()) + len(list(hostile.tokenizers())) + len(TEMPLATES) >= 150
 
 
 @pytest.mark.parametrize("artefact", artefacts(), ids=_named)
@@ -152,7 +152,7 @@ def tokenizer() -> Iterator[Any]:
         process.close()
 
 
-@pytest.mark.sweep_but("class of a text", "subclasses", "globals of a function")
+@pytest.mark.sweep_but("class of a text", "globals of a function")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_hostile_template_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
@@ -21,7 +19,7 @@ from idlm.infer.server.app import routes
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.protocol.body import NEUTRAL
-from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.server.run import check_address
 from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
@@ -29,7 +27,6 @@ from tests.integration.server.servers import PATIENCE, Running, checkpoint, runn
 KEY = "a-key-of-this-test"
 MAX_BODY, MAX_HEADER = 20_000, 2000
 JSON = {"content-type": "application/json"}
-FIELDS = {CHAT: sorted(ChatRequest.model_fields), COMPLETIONS: sorted(CompletionRequest.model_fields)}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +102,6 @@ def test_a_refusal_names_the_field_and_the_rule(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "nut " * 60}]}),
         (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}),
         (COMPLETIONS, {"prompt": [3] * 48}),
         (COMPLETIONS, {"prompt": ["a", "nut " * 60], "stream": True}),
@@ -136,9 +132,7 @@ def test_openai_has_codes_for_models_keys_and_full_queues(server: Running) -> No
             "type",
             "images are not supported",
         ),
-        ({"type": "input_audio", "input_audio": {"data": ""}}, "type", "sounds are not supported"),
         ({"type": "poem", "text": "a"}, "type", "parts of type 'poem' are not supported"),
-        ({"type": "text"}, "text", "Field required"),
     ],
 )
 def test_parts_of_messages_are_text(server: Running, part: dict[str, Any], param: str, words: str) -> None:
@@ -203,14 +197,12 @@ def test_an_effort_goes_to_templates_that_have_a_place_for_it() -> None:
     [
         b"",
         b"{",
-        b"null",
         b"[]",
         b"\xff\xfe",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}",
-        b'{"prompt": "a", "\\ud800": 1}',
     ],
     ids=repr,
 )
@@ -241,20 +233,6 @@ def test_a_large_body_is_refused_with_and_without_its_length(server: Running) ->
         assert response.json()["error"]["param"] == "body"
 
 
-def test_large_headers_and_other_protocols_end_the_connection(server: Running) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    for sent in (
-        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000,
-        b"\x00\x01\x02\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\n",
-    ):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(sent)
-            answer = connection.recv(1000)
-            assert answer.startswith(b"HTTP/1.1 4") or not answer
-    assert server.client.get("/health").status_code == 200
-
-
 @pytest.mark.parametrize("size", [MAX_HEADER // 2, MAX_HEADER])
 def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
     for answer in (
@@ -271,7 +249,6 @@ def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
     [
         (b"\x00\x01\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "header"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * 3 * MAX_HEADER, 431, "header"),
         (b"POST /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nz\r\n", 400, "body"),
@@ -279,16 +256,11 @@ def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
             (b"POST /health HTTP/1.1\r\nhost: x\r\n" + smuggled + b"\r\n\r\n", 400, "header")
             for smuggled in (
                 b"content-length: 2\r\ncontent-length: 3",
-                b"content-length: 2, 3",
                 b"content-length: +2",
-                b"content-length: 0x2",
                 b"content-length : 2",
                 b"transfer-encoding: chunked, identity",
-                b"transfer-encoding: xchunked",
                 b"x: a\0b",
-                b"x: a\rb",
                 b"host: y",
-                b"(x): 1",
             )
         ),
     ],
@@ -346,54 +318,3 @@ def test_a_client_that_reads_nothing_loses_its_connection(
             while True:
                 connection.sendall(question * 100)
         server.wait_until(lambda: len(connections) <= idle)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(("user", "system", "tool", "assistant")) | VALUES},
-        optional={"content": st.text(max_size=9) | VALUES, "name": VALUES, "tool_calls": VALUES},
-    ),
-    max_size=3,
-)
-LIKELY = {
-    "messages": MESSAGES,
-    "model": st.sampled_from(("tiny", "another")),
-    "tools": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": VALUES}), max_size=2),
-    "tool_choice": st.sampled_from(("auto", "none", "required")),
-    "prompt": st.text(max_size=20)
-    | st.lists(st.integers(-1, 200), max_size=60)
-    | st.lists(st.text(), max_size=3),
-    "stream": st.booleans(),
-}
-
-
-@st.composite
-def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    names = st.sampled_from((*FIELDS[path], *NEUTRAL)) | st.text(max_size=6)
-    changed = draw(st.lists(names, max_size=4, unique=True))
-    small = st.integers(0, 4) | st.floats(0, 2)
-    return VALID[path] | {name: draw(LIKELY.get(name, small) | VALUES) for name in changed}
-
-
-@pytest.mark.sweep
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_no_body_gets_a_5xx_and_each_4xx_names_its_field(
-    server: Running, path: str, data: st.DataObject
-) -> None:
-    body = data.draw(bodies(path))
-    response = server.client.post(path, content=json.dumps(body), headers=JSON)
-    assert response.status_code < 500
-    if response.status_code == 200 and body.get("stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
-    elif response.status_code == 200:
-        assert response.json()["choices"]
-    else:
-        error = response.json()["error"]
-        assert error["message"].startswith(f"{error['param']}: "), error

@@ -106,15 +106,6 @@ def test_any_json_object_and_plain_text(client: OpenAI) -> None:
     assert (found.message.content or "").lstrip().startswith("{")
 
 
-def test_what_cannot_be_compiled_names_its_field(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError) as found:
-        client.completions.create(
-            model="toy", prompt="Hi", extra_body={"structured_outputs": {"regex": "((("}}
-        )
-    assert found.value.param == "structured_outputs.regex"
-    assert found.value.code == "IDLM-0474" and "unclosed group" in str(found.value)
-
-
 def calls_of(message: Any) -> list[str]:
     """Names of the calls, whose arguments follow their schemas."""
     for call in message.tool_calls or ():

@@ -5,7 +5,6 @@ Deaths of processes while a thread writes are in test_zero.py."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 import threading
 from pathlib import Path
@@ -68,44 +67,6 @@ def test_a_thread_writes_the_same_checkpoints(base: Path, sync_run: Path, tmp_pa
         assert_same_weights(ours / "model.safetensors", theirs / "model.safetensors")
         first, second = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
         torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-ZERO = {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"}
-
-
-def note_allocating_threads(argv: list[str], names: Path) -> None:
-    """Train, and append the thread of every allocation for copies to `names`."""
-    plain = writing._host_buffer
-
-    def noted(buffer: writing.Buffer) -> torch.Tensor:
-        with names.open("a") as file:
-            print(threading.current_thread().name, file=file)
-        return plain(buffer)
-
-    setattr(writing, "_host_buffer", noted)  # noqa: B010
-    assert cli.main(argv) == 0
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("changes", [{}, ZERO], ids=["plain", "zero"])
-def test_a_thread_allocates_all_memory_of_saves_before_the_first(
-    changes: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = arguments(base, tmp_path / "out", **ASYNC | {"train.save_every": 2} | changes)
-    if changes == ZERO:
-        # DeepSpeed changes the process that it runs in.
-        run = multiprocessing.get_context("spawn").Process(
-            target=note_allocating_threads, args=(argv, tmp_path / "names")
-        )
-        run.start()
-        run.join()
-        assert run.exitcode == 0
-    else:
-        monkeypatch.setattr(writing, "_host_buffer", writing._host_buffer)
-        note_allocating_threads(argv, tmp_path / "names")
-    assert checkpoints(tmp_path / "out") == ["checkpoint-4", "checkpoint-6"]
-    names = (tmp_path / "names").read_text().splitlines()
-    assert set(names) == {"memory of saves"} and len(names) > 1
 
 
 @pytest.mark.sweep
@@ -174,24 +135,7 @@ def test_a_run_that_fails_finishes_the_save_in_flight(
 
 
 @pytest.mark.sweep
-def test_without_memory_for_a_copy_training_waits(
-    base: Path,
-    sync_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(writing, "host_memory", lambda: (0, 0))
-    output = tmp_path / "out"
-    assert cli.main(arguments(base, output, **ASYNC | {"train.save_every": 6})) == 0
-    assert "training waits while it is written" in caplog.text
-    assert_same_weights(output / "model.safetensors", sync_run / "model.safetensors")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_run_ends_before_its_time_is_over_and_goes_on(
-    save: str,
     base: Path,
     sync_run: Path,
     tmp_path: Path,
@@ -201,7 +145,7 @@ def test_a_run_ends_before_its_time_is_over_and_goes_on(
     """Ten seconds pass between two looks at the clock, of which there is one a step."""
     now = iter(range(20, 1000, 10))
     monkeypatch.setattr(training, "seconds_since_start", lambda: float(next(now)))
-    output, changes = tmp_path / "out", {"train.stages": STAGES, "train.save": save}
+    output, changes = tmp_path / "out", {"train.stages": STAGES, "train.save": "async"}
     # Steps end at 20, 30, 40 s; at 40 s another step of 10 s and the end of the process fit no more in 60 s.
     assert cli.main(arguments(base, output, **changes, **{"train.max_minutes": 1})) == cli.TIME_UP_STATUS
     assert checkpoints(output) == ["checkpoint-3"]

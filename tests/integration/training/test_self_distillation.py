@@ -23,7 +23,6 @@ from tests.integration.inference.command_lines import (
     AR,
     MODEL,
     TINY,
-    interrupt_after,
     read_lines,
     write_lines,
 )
@@ -101,50 +100,6 @@ def test_answers_are_rendered_where_their_ids_are_not_ours(tmp_path: Path) -> No
     write_lines(path, [answer | {"token_ids": ids, "finish_reason": "stop", "num_prompt_tokens": 9}])
     with pytest.raises(UserError, match=r"IDLM-0227.*answers\.jsonl:1.*had 9"):
         read(path, encoder)
-
-
-@pytest.mark.sweep
-def test_an_interrupted_generation_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [
-        {"prompt": text, "sampling": {"max_tokens": 3 + index % 5}} for index, text in enumerate(prompts(14))
-    ]
-    lines[4]["sampling"] = {"max_tokens": 40}
-    lines[7]["sampling"] = {"max_tokens": 3, "n": 2}
-    source, whole, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "whole", tmp_path / "out"
-    command = [*PLAIN, f"input={source}"]
-    assert generate([*command, f"output={whole}"]) == 0
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 20)
-        with pytest.raises(KeyboardInterrupt):
-            generate([*command, f"output={output}"])
-    assert "give resume=true to continue" in capsys.readouterr().err
-    partial = tmp_path / "out.partial"
-    before = partial.read_text()
-    num_before = len(before.splitlines())
-    assert 4 < num_before < 15
-    assert [json.loads(line)["request_id"] for line in before.splitlines()] != [
-        str(number) for number in range(1, num_before + 1)
-    ], "nothing was finished out of turn"
-    partial.write_text(before + '{"request_id": "9", "prom')
-    capsys.readouterr()
-    assert generate([*command, f"output={output}", "resume=true"]) == 0
-    # One of two answers to a prompt is no answer to it.
-    num_halves = sum(json.loads(line)["request_id"] == "8" for line in before.splitlines()) % 2
-    assert f"{num_before - num_halves} answers are in {partial} already" in capsys.readouterr().err
-    assert not partial.exists()
-    assert output.read_text().startswith(before.splitlines()[0])
-
-    def answers(path: Path) -> list[Any]:
-        return sorted((r["request_id"], r["index"], r["prompt"], r["text"]) for r in read_lines(path))
-
-    assert answers(output) == answers(whole)
-    assert generate([*command, f"output={output}", "resume=true"]) == 0
-    assert "is complete" in capsys.readouterr().err
-    longer = write_lines(tmp_path / "longer.jsonl", [*lines, {"prompt": "one more"}])
-    with pytest.raises(UserError, match="IDLM-0446"):
-        generate([*PLAIN, f"input={longer}", f"output={output}", "resume=true"])
 
 
 def test_only_the_file_is_blamed_for_what_the_file_did(

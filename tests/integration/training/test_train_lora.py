@@ -71,17 +71,10 @@ def test_the_result_is_an_adapter_of_the_base(finished: Path, base: Path) -> Non
     assert len(stored) == 2 * 7 * 2
     assert all(value.any() for value in stored.values()), "nothing was trained"
     assert "Sample generations" in (finished / "report.md").read_text()
-
-
-def test_the_mask_loss_alone_is_trained(finished: Path) -> None:
-    records = metrics_of(finished)
-    assert [record["clean_weight"] for record in records] == [0.0] * 5
-    assert [len(record["acceptance"]) for record in records] == [1, 1, 2, 2, 2]
-    losses = [record["mask_loss"] for record in records]
-    assert losses[-1] < losses[0]
+    losses = [record["mask_loss"] for record in metrics_of(finished)]
+    assert losses[-1] < losses[0] and {record["clean_weight"] for record in metrics_of(finished)} == {0.0}
     start = load_file(finished / "run" / "checkpoint-4" / "model.safetensors")
-    assert start
-    assert all("lora_" in name for name in start), "a checkpoint of an adapter holds no frozen weight"
+    assert start and all("lora_" in name for name in start), "a checkpoint holds no frozen weight"
 
 
 def test_generation_is_the_bases(finished: Path, base: Path) -> None:

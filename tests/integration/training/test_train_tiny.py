@@ -218,31 +218,6 @@ def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_pat
     assert both[0][1]["clean_weight"] != both[1][1]["clean_weight"]
 
 
-def test_a_finished_run_is_not_trained_again(finished: Path, base: Path) -> None:
-    before, metrics = load_file(finished / "model.safetensors"), metrics_of(finished)
-    assert cli.main(arguments(base, finished)) == 0
-    assert metrics_of(finished) == metrics
-    again = load_file(finished / "model.safetensors")
-    assert all(torch.equal(value, again[name]) for name, value in before.items())
-    assert not list(finished.glob("run.old*"))
-
-
-def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> None:
-    stages = "[{stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 3, clean_weight: auto}]"
-    records = []
-    for batch, accumulation in ((4, 1), (1, 4)):
-        output = tmp_path / f"{batch}x{accumulation}"
-        changes = {"train.stages": stages, "train.batch_size": batch, "train.accumulation": accumulation}
-        assert cli.main(arguments(base, output, **changes)) == 0
-        records.append(metrics_of(output))
-    for whole, split in zip(*records, strict=True):
-        for name in ("mask_loss", "clean_loss", "clean_weight"):
-            assert split[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), (
-                f"step {whole['step']} {name}"
-            )
-    assert records[0][0]["mask_loss"] == pytest.approx(records[1][0]["mask_loss"], abs=1e-6)
-
-
 def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_path: Path) -> None:
     """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out. Its first layer is
     recomputed."""
@@ -342,12 +317,6 @@ def test_another_configuration_may_not_continue_a_run(
     elsewhere.mkdir()
     assert cli.main(arguments(base, finished, resume=elsewhere)) == 2
     assert "IDLM-0506" in capsys.readouterr().err
-
-
-def test_a_dry_run_leaves_no_trace(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments(base, tmp_path / "out", dry_run="true")) == 0
-    assert "stride 4, clean weight auto, 5 steps" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

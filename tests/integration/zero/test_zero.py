@@ -158,7 +158,7 @@ def test_every_zero_stage_trains_resumes_and_exports(sweeps: dict[str, Any]) -> 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("zero_stage", ["null", "1", "2", "3"])
+@pytest.mark.parametrize("zero_stage", ["2", "3"])
 def test_two_ranks_train_the_adapter_of_one(sweeps: dict[str, Any], zero_stage: str) -> None:
     one, two = sweeps["adapters"]["one"], sweeps["adapters"][zero_stage]
     assert two["resumes"] == [1, 1], two["complaints"]
