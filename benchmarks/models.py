@@ -168,7 +168,7 @@ def opened(bench: str, options: dict[str, str], *, block_size: int | None = None
 
 
 def model_of(options: dict[str, str], *, block_size: int | None = None) -> LoadedModel:
-    """The random model of a benchmark's `model`, `device` and `dtype`; says how long it took."""
+    """The random model of a benchmark's `model`, `device` and `dtype`; prints how long it took."""
     start, name, dtype = time.perf_counter(), options["model"], DTYPES[options["dtype"]]
     model = random_model(name, device=options["device"], dtype=dtype, block_size=block_size)
     print(f"random weights of {name} after {time.perf_counter() - start:.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""docs/errors.md from the source: every IDLM code with what it says and how to fix it.
+"""docs/errors.md from the source: every IDLM code with its message and fix.
 
 `python -m docs.errors` writes the page, `--check` compares. `...` stands for values that only a run knows.
 """

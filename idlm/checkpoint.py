@@ -91,7 +91,7 @@ def verify(
             raise _mismatch(path, "the file is missing")
         size = path.stat().st_size
         if size != entry["size"]:
-            raise _mismatch(path, f"it has {size} bytes, the manifest says {entry['size']}")
+            raise _mismatch(path, f"it has {size} bytes, in the manifest {entry['size']}")
     hashed = [name for name in files if name not in sizes_only]
     for name, digest in zip(hashed, sha256_of([directory / name for name in hashed]), strict=True):
         if digest != files[name]["sha256"]:
@@ -308,6 +308,6 @@ def refuse_impossible_counts(
         if isinstance(value, int) and value > num_tensors:
             raise UserError(
                 "IDLM-0603",
-                f"{source} says {key}={value}, and the weight files hold {num_tensors} tensors",
+                f"{source} has {key}={value}, and the weight files hold {num_tensors} tensors",
                 fix="use the config.json that belongs to these weights, and download all weight files",
             )

@@ -1,4 +1,4 @@
-"""What one process of many says of itself: rank 0 logs everything, other ranks only warn; and a count of
+"""Logs of one process of many: rank 0 logs everything, other ranks only warn; and a count of
 finished work, by which others see that it does not hang."""
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RowMeta:
 
 
 def dense_mask(meta: RowMeta) -> Tensor:
-    """Return a bool tensor [T, T] or [B, T, T] whose entry [.., q, k] says whether row q sees row k. A
+    """Return a bool tensor [T, T] or [B, T, T] whose entry [.., q, k] is whether row q sees row k. A
     padding row sees only itself, so that its softmax is finite, and no other row sees it."""
     doc_q, doc_k = meta.doc_ids[..., :, None], meta.doc_ids[..., None, :]
     reach_q = (meta.positions if meta.reach is None else meta.reach)[..., :, None]

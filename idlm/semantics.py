@@ -90,7 +90,7 @@ class Semantics:
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
         }
-        # Left out where they say nothing, so that older versions read the others.
+        # Left out where they are the default, so that older versions read the others.
         for name in ("edit_token_ids", "acceptance"):
             if not payload[name]:
                 del payload[name]

@@ -1,4 +1,4 @@
-"""Errors that end a request without its answer. `Engine._recover_from_oom` says what is tried before."""
+"""Errors that end a request without its answer. `Engine._recover_from_oom` tries other ways before."""
 
 from __future__ import annotations
 

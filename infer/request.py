@@ -269,7 +269,7 @@ class Waiting:
         return len(self._interrupted) + self._num
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, in no order that says who is next."""
+        """All requests, in no particular order."""
         yield from self._interrupted
         levels = [self._clients]
         while levels:

@@ -5,7 +5,7 @@
 
 It needs a GPU. One process measures the read-only stream and the matrix product, then runs the whole engine
 on random weights of the true shape, in CUDA graphs, with every sequence at another step of its block. A
-trace, the same for all arms, says how many positions a pass decides (block_harness.py): pQ decides one
+trace, the same for all arms, sets how many positions a pass decides (block_harness.py): pQ decides one
 position, and one more with probability Q, and so on. p0.53 and p0.77 need about as many passes per block as
 the chats and the mathematics of FOCUS's baseline at threshold 0.9 (15.02 and 7.45 rows for each token).
 `full` times steps of the first trace, `commit` decodes whole answers of every one, with and without fused

@@ -2,7 +2,7 @@
 
 Every sequence is at its own step of its block. Random weights decide one position a pass, or all at once, so
 the real strategy chooses which positions are decided (the most confident first), and a trace by lane, block
-and pass says how many. Every arm sees the same trace, however its passes are laid out. Everything else runs
+and pass sets how many. Every arm sees the same trace, however its passes are laid out. Everything else runs
 unchanged. Reading the trace costs two small launches per pass, which count against us.
 Shapes: Z lanes, P slots of a lane, B sequences, S passes of the trace.
 """
@@ -27,7 +27,7 @@ from idlm.infer.state.sequence_state import SequenceState
 
 WARM_UP_PASSES = 8
 NEVER_PASSED = 1.0
-"""No confidence exceeds this threshold, so the quota alone says how many positions are decided."""
+"""No confidence exceeds this threshold, so the quota alone sets how many positions are decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ one sequence, in CUDA graphs. The arm without a cache decides; the others replay
 The floor of a block pass is the time to stream all weights and the KV of the canvas.
 `speedup_over_none` compares the passes of the first `blocks` blocks, refreshes included; its limit has block
 passes at their floor. `agreement_with_none`: share of the decided tokens that the arm itself would have
-proposed, which on random weights says little about trained ones.
+proposed, which on random weights does not transfer to trained ones.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class SteadyTrace(SteadyBlocks):
 
     def _positions(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
-        been decided in the block must be what the trace says (a near tie of deltas may send a lane astray).
+        been decided in the block must be that of the trace (a near tie of deltas may send a lane astray).
         """
         decoder, size = self.engine.decoder, self.arm.stride
         assert isinstance(decoder, BlockDecoder)

@@ -67,7 +67,7 @@ RATIOS = (
 
 @dataclass(slots=True, kw_only=True)
 class Bench(models.Bench):
-    """What all parts have; `gates` says whether an accelerator's logits are right."""
+    """What all parts have; `gates`: whether an accelerator's logits are right."""
 
     gates: dict[str, bool] = field(default_factory=dict)
 
@@ -290,7 +290,7 @@ def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
     """How far the logits of a block's second pass, over lists of all slots, are from those of exact
     attention: root mean square of the difference over that of the logits. 1 if that pass has no lists. Rows
     go to the experts that they chose with exact attention: rounding would choose others, and what those
-    compute says nothing of lists.
+    compute is no measure of lists.
     """
     full = replace(arm, k=EVERYTHING, graphs=False, num_inflight_steps=0, exact_share=1 / arm.num_passes)
     routes: list[tuple[torch.Tensor, torch.Tensor]] = []

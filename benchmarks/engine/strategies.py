@@ -3,7 +3,7 @@
     python -m benchmarks.strategies model=outputs/tiny [record=true]
 
 The default of `decoder.rejection_strategy` was chosen by this measurement. Greedy, prompts of the verifiable
-task; every arm must give the answers of AR decoding, or its row says that the gate failed.
+task; every arm must give the answers of AR decoding, or its row has a failed gate.
 """
 
 from __future__ import annotations

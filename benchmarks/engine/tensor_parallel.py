@@ -62,7 +62,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype, **changes: Any) -> None:
-    """Write a checkpoint of random weights that says it was converted; `changes` of its config."""
+    """Write a checkpoint of random weights that is marked as converted; `changes` of its config."""
     import transformers
 
     shape = {"model_type": "qwen3", **MODELS[model], **changes}

@@ -22,7 +22,7 @@ Measured = tuple[str, float, str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """The answers of an arm; `marks` says which questions were answered exactly."""
+    """The answers of an arm; `marks`: which questions were answered exactly."""
 
     arm: Any
     evaluation: Evaluation

@@ -90,7 +90,7 @@ def stream(port: int, prompts: list[list[int]], fields: dict[str, Any]) -> int:
 
 
 async def _read(port: int, body: dict[str, Any]) -> int:
-    """The number of tokens of a stream, which its last chunk says."""
+    """The number of tokens of a stream, from its last chunk."""
     sent, tail = json.dumps(body).encode(), b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"

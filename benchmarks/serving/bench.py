@@ -99,7 +99,7 @@ class Bench:
         return long - short
 
     def prefill_case(self, num_prompts: int) -> dict[str, Any]:
-        """What rows of prompts alone say of the load: the short one of `steady_loads`."""
+        """The load by rows of prompts alone: the short one of `steady_loads`."""
         return {"load": "prefill", "prompts": num_prompts, "length": STEADY_PROMPT // self.scale}
 
     def steady_loads(self, concurrency: int) -> list[Load]:

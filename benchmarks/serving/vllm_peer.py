@@ -78,7 +78,7 @@ def run_vllm(
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_CHARS))
             text = log.read().decode(errors="replace")
         if not result.exists():
-            raise UserError("IDLM-0712", f"vLLM gave no result; it said: {text}", fix="correct what it names")
+            raise UserError("IDLM-0712", f"vLLM has no result; output: {text}", fix="correct what it names")
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

@@ -44,7 +44,7 @@ class Measured:
     """A cell over all seeds that have it."""
 
     def __init__(self, key: Key, cells: dict[int, dict[str, Any]], num: int) -> None:
-        """`cells`: what a record says by seed, with the `base` of the record."""
+        """`cells`: a record's values by seed, with the `base` of the record."""
         self.key, self.cells, self.num = key, cells, num
         self.marks = {
             seed: [bool(int(cell["marks"], 16) >> index & 1) for index in range(num)]

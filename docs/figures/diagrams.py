@@ -16,7 +16,7 @@ LEFT = 150
 
 
 def one_pass(theme: Theme) -> Figure:
-    """Two passes at stride 4: what each is fed, by position, and what its rows say."""
+    """Two passes at stride 4: what each is fed, by position, and what its rows predict."""
     figure, axes = canvas(920, 372)
 
     def at(column: int) -> float:
@@ -49,9 +49,9 @@ def one_pass(theme: Theme) -> Figure:
         arrow(axes, (at(index), 221 - 18), (at(index), 125 + 18), theme.muted)
     for y, text in (
         (305, "pass 1 is fed"),
-        (221, "pass 1 says"),
+        (221, "pass 1 predicts"),
         (125, "pass 2 is fed"),
-        (41, "pass 2 says"),
+        (41, "pass 2 predicts"),
     ):
         axes.text(12, y, text, va="center", fontsize=11.5, color=theme.ink, weight="bold")
     for first, last, y, text in (

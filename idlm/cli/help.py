@@ -19,7 +19,7 @@ SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandHelp:
-    """What a command's keys do not say: `usage` follows the name, `keys` are the most used ones, which come
+    """Help besides a command's keys: `usage` follows the name, `keys` are the most used ones, which come
     first, `flags` are arguments other than `key=value` with their help; `has_recipes`: the bundled recipes
     are for it."""
 

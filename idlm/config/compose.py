@@ -173,7 +173,7 @@ def _recipe_path(recipe: str, conf_dir: Path) -> Path:
 
 def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, Any]]:
     """Return the contents to merge: a recipe, and the recipes next to it or bundled that its list `defaults`
-    names. Later ones win; the recipe itself stands where the list says `_self_`, else at the end. `above` are
+    names. Later ones win; the recipe itself stands where the list has `_self_`, else at the end. `above` are
     the recipes that lead here, which none of them may name again."""
     content, known = _read_yaml(path, kind=RECIPE), (path, *above)
     names, layers = content.pop("defaults", None) or [], []

@@ -26,7 +26,7 @@ _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "
 def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence[str] = ()) -> Any:
     """Return a dataclass field with the help text that the command line shows; a list or dict default is
     copied. In a path, `~` and `~user` mean a home. `reset_by`: sibling fields that, given without this one,
-    put it back to its default: what a lower layer says was meant for other values of them."""
+    put it back to its default: the value of a lower layer was meant for other values of them."""
     metadata = {"help": text, "is_path": is_path, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -185,7 +185,7 @@ def build(
 
 
 def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: type) -> Any:
-    """Return `value` as `annotation` says; None after appending to `problems` if it does not fit."""
+    """Return `value` in the type `annotation`; None after appending to `problems` if it does not fit."""
     if value is None and allows_null(annotation):
         return None
     for member in members(annotation):

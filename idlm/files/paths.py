@@ -119,7 +119,7 @@ def json_problem(error: Exception) -> str:
 
 
 def wide_encoding(head: bytes) -> str | None:
-    """Return UTF-16 or UTF-32, with its byte order where no mark says it, if `head` begins JSON in it."""
+    """Return UTF-16 or UTF-32, with its byte order where there is no mark, if `head` begins JSON in it."""
     encoding = json.detect_encoding(head)
     start = head.decode(encoding, "ignore").lstrip()
     return WIDE.get(encoding) if start[:1] in ("{", "[") else None

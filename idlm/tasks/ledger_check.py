@@ -37,7 +37,7 @@ def _execute(prompt: str) -> tuple[list[list[str]], str]:
     while (match := _HAS.match(prompt, position)) is not None:
         name, amount, noun = match.group(1), int(match.group(2)), match.group(3)
         contradicts = name in holdings or (item and noun != item)
-        _require(not contradicts, f"{match.group()!r} contradicts what was said before")
+        _require(not contradicts, f"{match.group()!r} contradicts an earlier statement")
         holdings[name], item, position = amount, noun, _after(prompt, match)
     _require(bool(holdings), "there are no amounts at the start")
 

@@ -16,7 +16,7 @@ Replace = Callable[["TurnText"], str]
 Redraw = Callable[[Sequence[Message], Sequence[Message]], tuple[str, Mapping[int, str]]]
 MAX_KNOWN = 4096
 SURE_LENGTH = 24
-"""Characters of a text that does not occur by chance in what other turns and the template say."""
+"""Characters of a text that does not occur by chance in other turns and the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def left_out(
 def _vanishing(
     messages: Sequence[Message], tools: Sequence[Message], pieces: Sequence[TurnText], redraw: Redraw
 ) -> frozenset[int]:
-    """Return the numbers of the pieces that the template leaves out whatever they say."""
+    """Return the numbers of the pieces that the template leaves out whatever their text."""
     words = [f"zq{number}qz" for number in range(len(pieces))]
     rest = iter(words)
     changed = [_changed(message, turn, lambda _: next(rest)) for turn, message in enumerate(messages)]

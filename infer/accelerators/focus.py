@@ -4,7 +4,7 @@ A mask looks decodable if it gains attention from layer 0 to layer 1 (section 3)
 on follows from how many were decoded before and how many stand out. With each mask goes its predecessor, and
 all masks to its left that have no keys and values yet (section 4, Algorithm 1). A decoded token is frozen
 once its right neighbour is decoded, until it is edited. Where paper and code (appendix E) differ, this file
-follows the code, except as `Focus` says.
+follows the code, except as listed at `Focus`.
 B sequences, R rows still computed, W positions of a block, P parts of a sum, N query heads, H head dim, Z
 lanes.
 """

@@ -88,7 +88,7 @@ class EngineArguments:
 def read_arguments(
     name: str, schema: type[AnyConfig], arguments: Sequence[str]
 ) -> tuple[AnyConfig, EngineArguments]:
-    """Return what the arguments of a command say. UserError for mistakes that need no model to be found."""
+    """Parse the arguments of a command. UserError for mistakes that need no model to be found."""
     decoder, options, rest = split_plugin_options(arguments, plugin="decoder")
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose(name, schema, rest)

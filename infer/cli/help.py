@@ -65,8 +65,8 @@ EVALUATE = CommandHelp(
 SERVE = CommandHelp(
     name="idlm-serve",
     usage="model=PATH [port=8000] [key=value ...]",
-    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone unless host= says\n"
-    "otherwise. Sampling settings here are the defaults of requests.",
+    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone without host=.\n"
+    "Sampling settings here are the defaults of requests.",
     examples=(
         "idlm-serve model=outputs/tiny port=8000",
         "idlm-serve model=outputs/qwen3_8b host=0.0.0.0 max_num_seqs=128     # with IDLM_API_KEY=...",

@@ -144,7 +144,7 @@ def _records(source: Path, broken: list[int]) -> Iterator[tuple[int, dict[str, A
             types = {"request_id": str, "index": int, "run_config": dict}
             is_object = isinstance(record, dict) and record.keys() >= RECORD_KEYS
             if is_object and all(isinstance(record.get(key, kind()), kind) for key, kind in types.items()):
-                # A record that does not say its settings was made with others: it is refused, never dropped.
+                # A record without its settings was made with others: it is refused, never dropped.
                 yield number, {"run_config": {}, **record}
             elif raw.strip():
                 broken.append(number)

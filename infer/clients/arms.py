@@ -41,7 +41,7 @@ class Greedy(NamedTuple):
 
 
 class EngineArm:
-    """An engine of this process. `case`: what the rows say about an arm."""
+    """An engine of this process. `case`: an arm in result rows."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self._engine = name, engine
@@ -170,7 +170,7 @@ def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECON
                     output = log.read().decode(errors="replace").strip()
                     raise UserError(
                         "IDLM-0712",
-                        f"{Path(program[0]).name} is not ready (status {process.poll()}); it said: {output}",
+                        f"{Path(program[0]).name} is not ready (status {process.poll()}); output: {output}",
                         fix="correct what it names",
                     )
                 time.sleep(POLL_SECONDS)

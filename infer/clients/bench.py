@@ -251,7 +251,7 @@ def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | 
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each arm and load; what failed first is said above it."""
+    """Print a line for each arm and load; what failed first is printed above it."""
     for row in rows:
         if row["num_error_requests"]:
             label = f"{row['arm']}, {_at_once(row)}: {row['num_error_requests']} of {row['num_requests']}"

@@ -110,7 +110,7 @@ class Chat:
         self._was_set: set[str] = set()
 
     def run(self) -> int:
-        """Read lines until the input ends or one says so; returns the exit status."""
+        """Read lines until the input ends or one is /exit; returns the exit status."""
         self._view.note(f"{self._answerer.name}; /help lists commands, Ctrl-D ends", is_greeting=True)
         num_failed = 0
         while True:

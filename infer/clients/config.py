@@ -75,7 +75,7 @@ class BenchConfig(EngineSettings):
         "completions: prompts are random token ids; chat: messages of as many short words", "completions"
     )
     prompts: str = option(
-        "random: as endpoint= says; text: a built-in list of questions; a task such as ledger; or a file, of "
+        "random: as in endpoint=; text: a built-in list of questions; a task such as ledger; or a file, of "
         "JSON lines as for idlm-generate or with a text a line. All but random are chats",
         "random",
     )

@@ -190,7 +190,7 @@ def sampling_fields(params: SamplingParams, always: Collection[str] = ()) -> dic
 
 
 def draft_counts(usage: dict[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Forward passes, accepted and tested drafts of an answer; None where the server does not say."""
+    """Forward passes, accepted and tested drafts of an answer; None where the server does not report them."""
     details = usage.get("completion_tokens_details") or {}
     accepted, rejected = (details.get(f"{name}_prediction_tokens") for name in ("accepted", "rejected"))
     num_forwards = usage.get("num_forwards") or None

@@ -5,7 +5,7 @@ same numbers give the same load, for every arm. An engine of this process answer
 Figures of a load are genai-bench's aggregated metrics under its names (seconds, tokens per second), and ours.
 Names and formulas follow genai-bench 0.0.5 (docs/getting-started/metrics-definition.md). Ours are `itl`
 (seconds between two chunks of an answer, each with one or more tokens, as `vllm bench serve` has it),
-`tokens_per_forward` and `acceptance_rate`. `tpot` divides by tokens, so it compares decoders; `itl` says how
+`tokens_per_forward` and `acceptance_rate`. `tpot` divides by tokens, so it compares decoders; `itl` is how
 long a reader waits."""
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class AnswerFigures:
         self.last = piece
 
     def line(self) -> str:
-        """The status line. Until a server says how many passes there were, each piece counts as one."""
+        """The status line. Until a server reports how many passes there were, each piece counts as one."""
         seconds = time.perf_counter() - self.start
         if self.num_tokens is None:
             return f"{self.num_pieces} chunks  {self.num_pieces / seconds:.0f} chunks/s"

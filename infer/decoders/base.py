@@ -123,7 +123,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
-        """Say what the pass is fed; changes nothing."""
+        """Return what the pass is fed; changes nothing."""
 
     def replace_drafts(self, chosen: Tensor) -> None:
         """Replace drafts, int64 [b, 3]: lane, position and token of each; for decoders that offer
@@ -209,7 +209,7 @@ def check_causal(semantics: Semantics, decoder: str) -> None:
     if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(
             "IDLM-0452",
-            f"decoder {decoder} is token-causal and a row predicts the next token; the checkpoint says "
+            f"decoder {decoder} is token-causal and a row predicts the next token; the checkpoint has "
             f"causality={semantics.causality!r}, logit_shift={semantics.logit_shift}",
             fix="leave the decoder out, which takes the one that fits, or correct idlm_config.json",
         )
@@ -224,9 +224,9 @@ def plan_rows(
     draft_buffer_Z: Tensor | None = None,
     drafts_ZJ: Tensor | None = None,
 ) -> StepPlan:
-    """Lay out known tokens up to the pending one, then drafts and masks as the layout says.
+    """Lay out known tokens up to the pending one, then drafts and masks of the layout.
 
-    There is no prefill branch: masks follow a prompt if `samples_B` says so, never because of a row count. A
+    There is no prefill branch: masks follow a prompt if `samples_B`, never because of a row count. A
     sequence of full length feeds its pending token again and decodes nothing."""
     lanes_B, width = batch.lanes_B, layout.max_width
     packed = pack_rows(

@@ -71,7 +71,7 @@ class BlockDecoder(Decoder):
                 "IDLM-0450",
                 f"decoder block needs a block-causal checkpoint; this one has causality="
                 f"{semantics.causality!r}, block_size={size}, mask_token_id={mask_token_id}",
-                fix="say all three in idlm_config.json if the model is one, else leave the decoder out",
+                fix="set all three in idlm_config.json if the model is one, else leave the decoder out",
             )
         strategy = UNMASKINGS.get(config.strategy, key="decoder.strategy")
         check(config, size)

@@ -1,5 +1,5 @@
-"""Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of
-it, and decides some masks of the active block. Nothing is stored between passes, unless `decoder.cache` says
+"""Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of it,
+and decides some masks of the active block. Nothing is stored between passes, unless `decoder.cache` is set
 so: then some passes feed a part of the canvas (`full_rows.py`).
 
 LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
@@ -103,7 +103,7 @@ class FullDecoder(Decoder):
                 "IDLM-0450",
                 f"decoder full needs a full-diffusion checkpoint; this one has causality="
                 f"{semantics.causality!r}, mask_token_id={semantics.mask_token_id}",
-                fix="say both in idlm_config.json if the model is one, else leave the decoder out",
+                fix="set both in idlm_config.json if the model is one, else leave the decoder out",
             )
         order = order_name(config, logit_shift=semantics.logit_shift)
         self._order_name, self._kind = order, ORDERS.get(order, key="decoder.order")

@@ -197,7 +197,7 @@ FIRST_TIME = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The tokens drawn for rows [Y]. `confidence_Y` (fp64): their probability, as `Order.always_own` says;
+    """The tokens drawn for rows [Y]. `confidence_Y` (fp64): their probability, see `Order.always_own`;
     `is_greedy_Y` (bool): of temperature 0. The distributions are `probs`, or for the best tokens of a head
     that stores none `entropy_Y` alone, if the order reads it."""
 

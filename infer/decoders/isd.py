@@ -113,7 +113,7 @@ class IsdDecoder(Decoder):
         if self.stride > 1 and semantics.mask_token_id is None:
             raise UserError(
                 "IDLM-0404",
-                f"decoder isd at stride {self.stride} needs a mask token id; the checkpoint does not say it",
+                f"decoder isd at stride {self.stride} needs a mask token id; the checkpoint has none",
                 fix="give mask_token_id=..., convert the checkpoint with idlm-train, or use decoder=ar",
             )
         advice = "this checkpoint is not converted; idlm-train converts it (docs/convert.md)"

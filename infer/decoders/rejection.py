@@ -31,7 +31,7 @@ from idlm.registry import Registry
 
 
 class RejectionStrategy(ABC):
-    """Says which rows are fed for a buffer of drafts, of which it may use the first `num_masks`."""
+    """Defines which rows are fed for a buffer of drafts, of which it may use the first `num_masks`."""
 
     @abstractmethod
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:

@@ -356,7 +356,7 @@ def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Connection, 
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """Wait for a rank that is ending, kill it if it hangs, and say how it ended."""
+    """Wait for a rank that is ending, kill it if it hangs, and return how it ended."""
     try:
         status = process.wait(SHUTDOWN_TIMEOUT)
     except subprocess.TimeoutExpired:

@@ -208,7 +208,7 @@ def evaluate(
     from idlm.infer.cli.batch import AnswerRun, check_lines
 
     encoded: Sequence[str | list[int]] = [sample.prompt for sample in samples]
-    # Encoded once, together. If one is refused they stay texts, so that `check_lines` says which one.
+    # Encoded once, together. If one is refused they stay texts, so that `check_lines` names it.
     with suppress(UserError):
         encoded = engine.encode([sample.prompt for sample in samples])
     lines = [

@@ -17,9 +17,9 @@ from idlm.text.templates import render
 from idlm.text.tokenizer import encode_bare, encode_text
 
 DEFAULT_MAX_TOKENS = 256
-"""Of an answer, where neither the task nor the caller says it (lm-eval's default)."""
+"""Of an answer, where neither the task nor the caller sets it (lm-eval's default)."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names by which tasks say it."""
+"""Names of it in tasks."""
 SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
 
 

@@ -289,7 +289,7 @@ def longest_context(
 
 
 def trained_positions(config: Mapping[str, Any], parameters: Mapping[str, Any], max_positions: int) -> Any:
-    """The length of the training before the rotation was scaled; `max_positions` if config.json says none."""
+    """The length of the training before the rotation was scaled; `max_positions` if config.json has none."""
     stated = config.get("original_max_position_embeddings")
     return parameters.get("original_max_position_embeddings", max_positions) if stated is None else stated
 

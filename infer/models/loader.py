@@ -218,7 +218,7 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     if given not in FAMILIES.names():
         raise UserError(
             "IDLM-0601",
-            f"config.json says architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
+            f"config.json has architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
             f"{did_you_mean(str(given), FAMILIES.names())}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )
@@ -226,7 +226,7 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     if family.model_types and model_type not in family.model_types:
         raise UserError(
             "IDLM-0615",
-            f"config.json says architectures={architectures!r} and model_type={model_type!r}; that "
+            f"config.json has architectures={architectures!r} and model_type={model_type!r}; that "
             f"architecture goes with {' or '.join(family.model_types)}",
             fix="restore the config.json that belongs to these weights",
         )
@@ -241,12 +241,12 @@ def _semantics(
     mask_token_id: int | None,
     given: Semantics | None,
 ) -> Semantics:
-    """What the directory says, or `given` in its place, or the family; with the mask token of the user."""
+    """The semantics of the directory, or `given`, or of the family; with the mask token of the user."""
     has_file = (directory / SEMANTICS_FILE).is_file()
     if given is None and not has_file and family.unknown_semantics is not None:
         raise UserError(
             "IDLM-0605",
-            f"{directory} does not say how it decodes: {family.unknown_semantics}",
+            f"{directory} does not determine how it decodes: {family.unknown_semantics}",
             fix=f"add {SEMANTICS_FILE} next to config.json, for an I-DLM model "
             '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
             'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
@@ -257,8 +257,7 @@ def _semantics(
     own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
     if None not in (mask_token_id, own) and mask_token_id != own:
         warnings.warn(
-            f"mask_token_id={mask_token_id} is used in place of {own}, which the checkpoint says that it was "
-            "trained with",
+            f"mask_token_id={mask_token_id} is used in place of {own}, with which the checkpoint was trained",
             stacklevel=2,
         )
     meaning = replace(
@@ -280,7 +279,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
     if meaning.gated and adapter is None:
         raise UserError(
             "IDLM-0609",
-            f"{directory} says gated=true in {SEMANTICS_FILE}, but is a whole model: a gated adapter cannot "
+            f"{directory} has gated=true in {SEMANTICS_FILE}, but is a whole model: a gated adapter cannot "
             "be merged, it applies to MASK rows only",
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )

@@ -94,7 +94,7 @@ def misfits(
                 if not dtype.startswith(FLOATS):
                     wrong_types.append(f"{name} holds {dtype}")
                 if shape != targets[name].shape:
-                    wrong_shapes.append(f"{name} is {list(shape)}, {source} says {list(targets[name].shape)}")
+                    wrong_shapes.append(f"{name} is {list(shape)}, in {source} {list(targets[name].shape)}")
     missing = sorted(targets.keys() - files.keys())
     unused = sorted(files.keys() - targets.keys() - set(ignored))
     return [

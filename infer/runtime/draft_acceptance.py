@@ -49,7 +49,7 @@ class _Drafts:
 
 
 class DraftAcceptance:
-    """What tests of drafts say of the next ones. `prior`: expected, by position, before any was tested."""
+    """Estimates from tests of drafts for the next ones. `prior`: expected by position before any test."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = prior
@@ -65,7 +65,7 @@ class DraftAcceptance:
 
     def observe(self, num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
         """Record drafts of one sequence, the first `num_accepted` of which were accepted. Those that are not
-        from masks pass less often, and say nothing of what other modes would accept."""
+        from masks pass less often, and are no measure of what other modes would accept."""
         self._all.add(num_accepted, num_tested)
         if not from_masks or not num_tested:
             return
@@ -77,7 +77,7 @@ class DraftAcceptance:
             self._variance += chance * (1 - chance)
         self._is_old = True
         self._num_tests += num_tested
-        # 1 is added because hardly any test of a sure draft says how much they vary.
+        # 1 is added because tests of sure drafts hardly show how much they vary.
         if self._num_tests >= MIN_WINDOW and abs(self._surprise) > CONTRADICTION * math.sqrt(
             1 + self._variance
         ):

@@ -273,7 +273,7 @@ class StrideController:
         self._max_rows = min(self._max_rows, self._last_rows - 1)
 
     def observe_time(self, mode: int, load: StepLoad, seconds: float) -> None:
-        """Record the time of a step. Without times of a warm-up, steps that store prompts say nothing."""
+        """Record the time of a step. Without times of a warm-up, steps that store prompts do not count."""
         if load.num_prompt_rows or load.num_decoding == 0:
             if self.times is None or load.num_decoding == 0:
                 return

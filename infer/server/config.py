@@ -60,7 +60,7 @@ class ServeConfig(EngineSettings):
         "auto",
     )
     tool_parser: Literal["auto", "none", "hermes"] = option(
-        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template says so", "auto"
+        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template has them", "auto"
     )
     max_waiting: int | None = option(
         "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None

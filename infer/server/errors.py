@@ -76,7 +76,7 @@ def engine_unavailable(why: str) -> ApiError:
 
 def internal_error() -> ApiError:
     """A mistake of ours. Details may be confidential and go to the log only."""
-    return ApiError(500, "the server failed; its log says why", code=FAULT)
+    return ApiError(500, "the server failed; its log has the reason", code=FAULT)
 
 
 def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:

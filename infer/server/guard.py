@@ -116,7 +116,7 @@ class Guard:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return f"address {scope['client'][0]}" if scope["client"] else ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        # In constant time: how long a refusal takes says nothing about the keys. A router that has a key
+        # In constant time: the time of a refusal is independent of the keys. A router that has a key
         # sends its own header besides the client's.
         found = [[hmac.compare_digest(value, key) for key in self._keys] for value in given]
         if not given or not all(map(any, found)):

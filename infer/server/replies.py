@@ -111,7 +111,7 @@ class Reply(ABC):
         yield usage + b"data: [DONE]\n\n"
 
     def chunks(self, index: int, event: AnswerEvent) -> bytes:
-        """The next part of a stream; empty if the event says nothing yet."""
+        """The next part of a stream; empty if the event has no part yet."""
         is_first = index not in self._num_tokens
         self._count(index, event)
         choices = self.deltas(index, event, is_first=is_first)
@@ -148,7 +148,7 @@ class Reply(ABC):
 
     @abstractmethod
     def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
-        """One sample's parts of the next chunks; none if the event says nothing yet."""
+        """One sample's parts of the next chunks; none if the event has no part yet."""
 
     @abstractmethod
     def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:

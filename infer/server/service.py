@@ -147,7 +147,7 @@ class Service:
     async def _generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder
     ) -> Generation:
-        """Queue prompts. An answer that can be shorter than `max_tokens` says so."""
+        """Queue prompts. An answer that can be shorter than `max_tokens` has a warning."""
         generation = await self.client.generate(prompts, params, turn)
         context = self.info.max_length
         limit = context - max(map(len, prompts))

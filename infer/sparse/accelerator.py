@@ -8,7 +8,7 @@ calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys 
 stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; `finish`. Prompts and clean
 blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
 block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV. Slots are
-logical (of their own sequence) unless a name says physical. B sequences, R rows, W positions of a block, N
+logical (of their own sequence) unless a name has `physical`. B sequences, R rows, W positions of a block, N
 query heads, K KV heads, H head dim, C listed slots, Z lanes."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EngineSpec:
     are those of one rank, `graphs` is the option of the user, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
     together (`Routing.capacity`), so that each depends on all of them. `num_slots` of the KV pool, if the
-    user said how many pages it has."""
+    user set its number of pages."""
 
     decoder: str
     decoder_options: Mapping[str, Any]
@@ -124,7 +124,7 @@ class RowSelection:
     """Rows that later layers compute, of those still computed: `keep_R` (bool). `limits_R` int64: these rows
     then see their own block below these slots only (what lies after has no keys and values yet); None: all of
     it. Rows of prompts, of clean blocks and of sequences that need all their rows are retained as they are.
-    `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and what earlier
+    `drops_stored`: but of the last block before the active one, rows go by `keep_R`, and what earlier
     passes stored of them stays.
 
     The host has chosen before the pass how many rows there is room for (`PassRows`). A sequence whose rows
@@ -170,7 +170,7 @@ class KVPass:
 
 
 class RowsPass:
-    """One pass of a rows-side accelerator. `view.rows_BW` says which rows are still computed."""
+    """One pass of a rows-side accelerator. `view.rows_BW`: which rows are still computed."""
 
     def __init__(self, view: PassView) -> None:
         self.view = view
@@ -284,7 +284,7 @@ class RowsAccelerator(Accelerator, ABC):
 
 
 class BlockMemory:
-    """Says which block the state of each lane belongs to: the one that begins at slot `starts_Z`; -1: none.
+    """Which block the state of each lane belongs to: the one that begins at slot `starts_Z`; -1: none.
     State that belongs to another block than the active one is not used, so state ends with its block."""
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:

@@ -68,7 +68,7 @@ class LateCounts:
         self._needed: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
-        """Note the rows that sequences of a finished pass needed. 0: the decoder does not say."""
+        """Note the rows that sequences of a finished pass needed. 0: the decoder does not count them."""
         if num_rows:
             self._needed.append(num_rows / num_sequences)
 

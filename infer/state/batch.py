@@ -42,7 +42,7 @@ class BlockDemand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedRows:
     """What the decoder needs of a pass that dropped rows. Row h of the head is wanted row `origin_H[h]` of
-    the plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped.
+    the plan (None: row h); `numbers_X` is the inverse, -1: the row was dropped.
     `num_fed`: rows embedded, with padding."""
 
     origin_H: Tensor | None

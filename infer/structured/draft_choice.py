@@ -3,9 +3,9 @@
 A token that the grammar forces is a draft without a draw: nothing else may follow, so the test accepts it.
 Elsewhere a draft is the first of several independent draws from q that the grammar allows: its law is q
 conditioned on the allowed tokens, which depend on earlier tokens alone. If no draw fits, it is the allowed
-token with the highest id, which is certain then: whether the draws fit says nothing about the tokens to come,
-so that the draft's law is known and the test of drafts stays exact. (Tokens of a BPE vocabulary with high ids
-are long: it is mostly the usual spelling of a text that the grammar prescribes.)
+token with the highest id, which is certain then: whether the draws fit has no influence on the tokens to
+come, so that the draft's law is known and the test of drafts stays exact. (Tokens of a BPE vocabulary with
+high ids are long: it is mostly the usual spelling of a text that the grammar prescribes.)
 
 The device waits for this choice. A question about tokens takes 1 to 4 us under the interpreter's lock, a
 forced text 10, and a mask, in threads, 10 where few tokens may follow and hundreds within a text, where most

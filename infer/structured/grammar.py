@@ -144,7 +144,7 @@ class Grammar:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be said about the next token; None if all is well."""
+        """Why the next token's mask is unknown; None if it is known."""
         if self.cost.is_refused:
             return TOO_SLOW
         error = str(self.matcher.get_error()).partition("<state>")[0].strip()
@@ -323,7 +323,7 @@ def _refusal(constraint: Constraint, problem: str) -> UserError:
         "IDLM-0474",
         f"constraint: this {constraint.kind} cannot be used: {' '.join(problem.split())}",
         fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
-        "llguidance says what it supports",
+        "see what llguidance supports",
     )
 
 

@@ -118,7 +118,7 @@ class StateRules:
 class StartedBlocks(NamedTuple):
     """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
     `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
-    there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of
+    there is no row. `keep_R` (bool): rows that are computed; it is undefined at rows other than those of
     active blocks and, if stored ones are retained, the last W before them."""
 
     mine_B: Tensor

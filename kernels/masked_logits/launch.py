@@ -45,7 +45,7 @@ FP32 = LogitsLaunch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
 
 
 def choose(num_rows: int, dtype: torch.dtype) -> LogitsLaunch:
-    """Launch parameters for a number of wanted rows, chosen by what the compiler says; not measured."""
+    """Launch parameters for a number of wanted rows, chosen by the compiler's report; not measured."""
     if dtype == torch.float32:
         return FP32
     return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS

@@ -14,7 +14,7 @@ of a million rows would be longer, and the last round of programs emptier."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """A token of every wanted row, int64 [X], and what the row's distribution says of it, fp64 [X].
+    """A token of every wanted row, int64 [X], and its values in the row's distribution, fp64 [X].
 
     `own_X`: its probability under the model's own distribution (temperature 1). `is_nonfinite_X` (bool): the
     row has no distribution (a logit is NaN or +inf, or all are -inf); its other values are 0. `entropy_X`:

@@ -116,7 +116,7 @@ def _softmax(scores, total, highest, scale_log2):
 def _store(
     acc, total, highest, outputs, where, first_m, K: gl.constexpr, G: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """The output of a tile with one item, else a part: `kernel_parts.store_part` says what one holds.
+    """The output of a tile with one item, else a part: see `kernel_parts.store_part`.
 
     Stored from the layout of the product: another one would pass through memory that the other group uses."""
     o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head = outputs
@@ -254,7 +254,7 @@ def attend_kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
     values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
-    # All threads say when what they copied is there; one thread of each group frees a buffer.
+    # All threads signal when their copy is complete; one thread of each group frees a buffer.
     bars = _barriers(THREADS), _barriers(2)
     barrier()
     table = block_table + b.to(gl.int64) * stride_table

@@ -30,7 +30,7 @@ class AttentionRows:
     max_rows: int
     """Largest number of rows of one sequence."""
     usual_rows: int | None = None
-    """Most sequences have no more rows than this; None: `max_rows`. It says which tiles suit, no more."""
+    """Most sequences have no more rows than this; None: `max_rows`. Used for the choice of tiles only."""
     few_rows: int | None = None
     """Sequences with more rows may walk apart from those with at most so many, which have the tiles of a pass
     of theirs alone: prompts with decoding. None: all walk together."""

@@ -207,7 +207,7 @@ def gather_one(source, target, stride, width, row, to, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_kernel(numbers_I, sources, targets, strides, widths, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one row of the tensor, of NUM, that the program's second number says."""
+    """A part of one row of the tensor, of NUM, given by the program's second number."""
     to = tl.program_id(0).to(tl.int64)
     row = tl.load(numbers_I + to)
     for number in tl.static_range(NUM):

@@ -170,7 +170,7 @@ def spread_index(
     flags_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that remain (bool) and see the first `ends_B`
-    positions of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
+    positions of blocks that begin at slots `starts_B`. They are undefined at rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
         return plain.spread_index(flags_BW, ends_B, starts_B, rows_BW, num_rows)
     import triton

@@ -16,7 +16,7 @@ TILE = 4096
 def allowed_logits(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: Tensor) -> Tensor:
     """Copies [Y, V] of the rows `rows_Y` (int64), in which tokens that are not allowed have -inf.
 
-    `masks_Y` (int64): the row of `bits_MW` that says which are; -1: all. `bits_MW` int32, contiguous: bit
+    `masks_Y` (int64): the row of `bits_MW` with those; -1: all. `bits_MW` int32, contiguous: bit
     i % 32 of word i // 32 is set if token i is allowed."""
     assert 32 * bits_MW.shape[1] >= logits_XV.shape[1] and bits_MW.is_contiguous(), f"{bits_MW.shape=}"
     if not backend.has_kernels(logits_XV.device):

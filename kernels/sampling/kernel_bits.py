@@ -1,7 +1,7 @@
 """Triton kernels that forbid tokens: copies of rows of logits without them, and stored drafts' distributions
 without them.
 
-Bit i % 32 of word i // 32 says whether token i is allowed. Contract in README.md."""
+Bit i % 32 of word i // 32 is 1 where token i is allowed. Contract in README.md."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ torch.library.register_autograd("idlm::split_attention", _gradients, setup_conte
 
 
 def visible(see: Visibility, num_keys: int | None = None) -> torch.Tensor:
-    """Bool [B, T, T]; entry [b, q, k] says whether row q sees row k. Padding sees nothing. `num_keys`: where
+    """Bool [B, T, T]; entry [b, q, k] is whether row q sees row k. Padding sees nothing. `num_keys`: where
     there are more keys than queries."""
     num_keys = see.own_start_BT.shape[1] if num_keys is None else num_keys
     keys_T = torch.arange(num_keys, device=see.own_start_BT.device)

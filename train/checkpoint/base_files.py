@@ -166,7 +166,7 @@ def write_tokenizer_files(directory: Path, files: Mapping[str, bytes], tokenizer
 
 
 def tokenizer_config(given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer_config.json that says the same to transformers 4 and 5."""
+    """Return a tokenizer_config.json that means the same in transformers 4 and 5."""
     config = dict(given)
     # It names Python files, which an export does not have: a class of transformers has read the others.
     config.pop("auto_map", None)

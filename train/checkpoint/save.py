@@ -119,7 +119,7 @@ def _convert(checkpoint: Path, staging: Path) -> None:
     # DeepSpeed reports what it cannot convert by a dozen types of exceptions.
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            # A full disk, say.
+            # For example a full disk.
             raise
         raise UserError(
             "IDLM-0513",

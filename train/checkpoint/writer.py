@@ -100,7 +100,7 @@ class CheckpointWriter:
             self._expected = None
 
         def allocate() -> None:
-            # Where memory is short, the save will meet it too, and says so.
+            # Where memory is short, the save will meet it too, and report it.
             with contextlib.suppress(RuntimeError):
                 for name, buffers in expected.items():
                     self._allocate(name, buffers)

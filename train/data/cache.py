@@ -1,6 +1,6 @@
 """Tokenised samples on disk: parts that are written whole, verified, and read through a memory map.
 
-A cache is a folder of parts 000000, 000001, ..., of which the last says so. `idlm.publish.publish` writes
+A cache is a folder of parts 000000, 000001, ..., of which the last is marked. `idlm.publish.publish` writes
 a part whole or not at all, so that a build that was stopped continues after its last part. Content follows
 from the key of the cache alone: processes that build the same cache write the same parts. Any part may be
 deleted at any time. The files of a part are
@@ -269,7 +269,7 @@ def _damaged(path: Path, problem: str) -> UserError:
 
 
 def open_cache(directory: Path) -> CachedSource | None:
-    """Return the cache in `directory`, None where it is not complete; UserError says what is damaged."""
+    """Return the cache in `directory`, None where it is not complete; UserError names what is damaged."""
     headers: list[dict[str, Any]] = []
     while not headers or not headers[-1]["is_last"]:
         part = part_folder(directory, len(headers))

@@ -238,7 +238,7 @@ def _trained_and_held_out(config: TrainConfig) -> str | None:
         return None
     return (
         f"eval.path={config.eval.path} holds {len(both)} of the files that are trained on ({some_of(both)}): "
-        "what is measured on them says nothing of other data; move them out of data.path, or leave eval.path "
+        "their losses do not hold for other data; move them out of data.path, or leave eval.path "
         "out, so that eval.holdout holds out a share"
     )
 

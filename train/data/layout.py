@@ -36,7 +36,7 @@ Rates are integers, because trainers cast floats to 16 bits on their way to the 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Tokens int64 [L] and flags bool [L], true where a token is a target; `origin` is for messages, `notes`
-    say what of its record is not in it."""
+    name what of its record is not in it."""
 
     token_ids: np.ndarray
     supervised: np.ndarray

@@ -147,7 +147,7 @@ ROUTINE = (
     r"Setting (ds_)?accelerator to",
     r"OMP_NUM_THREADS/MKL_NUM_THREADS unset",
 )
-"""Beginnings of messages at the level of a warning that say what a library does, or recommend what is decided
+"""Beginnings of messages at the level of a warning about what a library does, or recommend what is decided
 by the options `model.dtype` and `train.bf16`."""
 
 

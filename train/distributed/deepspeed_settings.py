@@ -7,7 +7,7 @@ in the dtype of the weights and accumulated in fp32 (`grad_accum_dtype`): over m
 sums would lose small gradients, and the fp32 sums of ZeRO-2 and 3 cost 4 bytes / ranks per weight. deepspeed
 is imported only by functions that need it.
 
-Files of other trainers (`train.deepspeed`) say "auto" where the trainer knows the value. Here that is the
+Files of other trainers (`train.deepspeed`) have "auto" where the trainer knows the value. Here that is the
 value of our settings; an optimizer or a schedule that is "auto" is ours, and float16 that is off or "auto" is
 off. A value that is given must be that of our settings where there is one."""
 
@@ -32,7 +32,7 @@ from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, has_fp32_masters, n
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
-"""What DeepSpeed takes where a file of the user does not say."""
+"""What DeepSpeed takes where a file of the user has no value."""
 LIVE_ELEMENTS = 1_000_000_000
 LONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 AUTO = "auto"
@@ -216,7 +216,7 @@ def settings_problems(given: Mapping[str, Any], config: TrainConfig) -> Iterator
     if _enabled(given, "bf16") not in (None, AUTO, is_bf16):
         yield (
             f"bf16.enabled={json.dumps(_enabled(given, 'bf16'))} contradicts train.bf16 and model.dtype, "
-            f'which say {json.dumps(is_bf16)}; write "auto"'
+            f'which have {json.dumps(is_bf16)}; write "auto"'
         )
     stage = given.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in STAGES:
@@ -273,5 +273,5 @@ def _value(given: Mapping[str, Any], name: str) -> Any:
 
 
 def _enabled(given: Mapping[str, Any], section: str) -> Any:
-    """What a section says of itself: true, false, "auto" or None."""
+    """The `enabled` of a section: true, false, "auto" or None."""
     return given[section].get("enabled", False) if section in given else None

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ID_FILE = "wandb-run-id.txt"
 NOT_CURVES = ("first_item", "last_item", "step")
 HIGH_CLEAN_WEIGHT = 100.0
-"""A balanced clean weight above this says that the clean loss is next to nothing."""
+"""A balanced clean weight above this means that the clean loss is next to nothing."""
 EVALUATION = "held_out"
 """Marks the records of `metrics.jsonl` that are evaluations."""
 

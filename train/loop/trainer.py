@@ -320,7 +320,7 @@ class PrepareSaves(TrainerCallback):
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started; where the system does not say so, since this file was read."""
+    """Seconds since this process started; where that is unknown, since this file was imported."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

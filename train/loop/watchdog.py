@@ -121,7 +121,7 @@ class Watchdog(TrainerCallback):
         self.mine.progress_count += 1
 
     def end(self, failure_message: str = "") -> None:
-        """Stop watching. `failure_message` says why this rank ends early; the other ranks report it."""
+        """Stop watching. `failure_message`: why this rank ends early; the other ranks report it."""
         self.mine.failure_message, self.mine.is_done = failure_message, not failure_message
         self._ending.set()
         self._thread.join(timeout=STORE_SECONDS)

@@ -226,8 +226,8 @@ def check_window(config: Any, max_length: int) -> None:
 
 
 def num_positions(config: Any) -> int | None:
-    """Positions for which a model was made, those that scaled rotations add included; None where it is not
-    said."""
+    """Positions for which a model was made, those that scaled rotations add included; None where it
+    is not set."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     stated = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
     if stated < 1:

@@ -1,10 +1,10 @@
 """LoRA while training. Gated (R-ISD), MASK rows of a batch get the low-rank update, and all other rows stay
 bitwise those of the base. Not gated, all rows get it, and it is merged into the base in the end.
 
-The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. In gated training they run
-by themselves (`idlm.train.step.BodyAndHead`), so that no layer distinguishes rows. An adapted module is an
-`nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
-called module (DDP, ZeRO, autocast, compiled layers) covers all three.
+The batch marks which rows are MASK rows (`gate_index`); token ids do not decide it. In gated training they
+run by themselves (`idlm.train.step.BodyAndHead`), so that no layer distinguishes rows. An adapted module is
+an `nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights
+of a called module (DDP, ZeRO, autocast, compiled layers) covers all three.
 
 Shape letters: B packed rows, T rows of one packed row, M MASK rows of the batch, D input width, E output
 width."""

@@ -202,7 +202,7 @@ def _require_complete(path: str, report: Mapping[str, Any]) -> None:
 
 
 def _log_whether_tied(model: PreTrainedModel, path: str) -> None:
-    """Take back the word of a config.json that says tied, where the files hold a head of their own: resizing
+    """Correct a config.json with tied weights where the files hold a head of their own: resizing
     and other tools would replace the head by the embedding."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
@@ -211,8 +211,8 @@ def _log_whether_tied(model: PreTrainedModel, path: str) -> None:
     for one in (config, model.config):
         one.tie_word_embeddings = False
     log.warning(
-        "%s says tie_word_embeddings=true, but the weights have an output head of their own: it is trained, "
-        "and the export says false",
+        "%s has tie_word_embeddings=true, but the weights have an output head of their own: it is trained, "
+        "and the export has false",
         Path(path) / "config.json",
     )
 

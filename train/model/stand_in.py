@@ -136,7 +136,7 @@ def _lower(section: dict[str, Any], kind: type[PretrainedConfig], *, narrows: bo
 
 
 def _layers_of_all_kinds(section: dict[str, Any], layers: int) -> list[int]:
-    """At least two layers, of every kind one, by the lists that say something of each layer."""
+    """At least two layers, of every kind one, by the lists with an entry per layer."""
     lists = [value for value in section.values() if isinstance(value, list) and len(value) == layers]
     kinds = [repr(kind) for kind in zip(*lists, strict=True)] or [""] * layers
     first = sorted({kinds.index(kind) for kind in kinds})

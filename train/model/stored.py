@@ -1,7 +1,7 @@
 """What the files of a base hold: its weights (headers, one row of a matrix, two equal tensors), and
 its generation config.
 
-transformers loads whatever `generation_config.json` says and warns, but refuses to save values that do not
+transformers loads any `generation_config.json` and warns, but refuses to save values that do not
 fit together once one of them has changed: a run would train up to its first checkpoint and lose it there."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _refuse_copies(
             if name not in found or found[name].path != path:
                 raise UserError(
                     "IDLM-0541",
-                    f"{path} holds {name}, of which {INDEX_FILE} says that another file has it",
+                    f"{path} holds {name}, which {INDEX_FILE} assigns to another file",
                     fix=f"download or copy the safetensors files of {directory} again",
                 )
 
@@ -102,7 +102,7 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
         method = values.get("quant_method") or values.get("quant_algo")
         if method is None and any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in values):
             method = "bitsandbytes"
-        raise _quantised(directory, f"config.json says {method or given[0]}")
+        raise _quantised(directory, f"config.json has {method or given[0]}")
     found = next((name for name in QUANTISED_FILES if (directory / name).is_file()), None)
     if found is not None:
         raise _quantised(directory, f"it has a {found}")
@@ -149,7 +149,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _readable(directory: Path) -> dict[str, Stored] | None:
-    """All tensors; None where `stored_tensors` refuses them, which says so when the base is loaded."""
+    """All tensors; None where `stored_tensors` refuses them, which raises when the base is loaded."""
     try:
         return stored_tensors(directory)
     except UserError:
@@ -247,7 +247,7 @@ def _mended(config: GenerationConfig, directory: Path, problem: str) -> Generati
         fixed.do_sample = True
         if _problem(fixed) is None:
             log.warning(
-                "%s says how to sample but not whether: the export says do_sample=true", GENERATION_CONFIG
+                "%s has sampling settings without do_sample: the export has do_sample=true", GENERATION_CONFIG
             )
             return fixed
         fixed.do_sample = None

@@ -147,7 +147,7 @@ def meta_model(config: TrainConfig, tokenizer: Any, attention: str = "idlm_docum
 def planned_attention(config: TrainConfig, found: Findings) -> str:
     device, requested = _planned_on(config), config.model.attention
     is_16_bit = config.train.bf16 or config.model.dtype == "bfloat16"
-    # What is installed here says nothing about a machine with GPUs.
+    # What is installed here may differ from a machine with GPUs.
     is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     with found.guarding():
         return choose_attention(requested, device, is_16_bit=is_16_bit, is_elsewhere=is_elsewhere)

@@ -137,7 +137,7 @@ class DiskPlan:
 
     @property
     def problem(self) -> str | None:
-        """The message when the disk is too small; `DISK_FIX` says what to do."""
+        """The message when the disk is too small; the fix is `DISK_FIX`."""
         missing_bytes = self.needed_bytes - self.held_bytes
         if missing_bytes <= self.free_bytes:
             return None

@@ -20,7 +20,7 @@ from benchmarks.engine.canvas.sizes import GIB
 from idlm.errors import UserError
 
 SHORTAGES = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY", "not enough memory")
-"""What libraries say when an allocation of theirs fails."""
+"""Messages of libraries for a failed allocation."""
 TOO_LONG = "IDLM-0466"
 """The product's refusal of a canvas, or of a workspace, that does not fit."""
 
@@ -53,7 +53,7 @@ def take_cap(cap_gib: float, *, absent_bytes: int) -> None:
 
 
 def shortage(error: BaseException) -> str | None:
-    """The first line of an error that says that memory ran out; None for any other error."""
+    """The first line of an error about memory that ran out; None for any other error."""
     message = str(error).strip().partition("\n")[0]
     is_refusal = isinstance(error, UserError) and error.code == TOO_LONG
     is_short = isinstance(error, torch.OutOfMemoryError | MemoryError) or (

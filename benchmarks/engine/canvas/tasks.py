@@ -75,7 +75,7 @@ class Task:
 
 
 class TaskFailedError(RuntimeError):
-    """A task has no answer; the message says why."""
+    """A task has no answer; the message is the reason."""
 
 
 def run_in_process(task: Task, *, timeout_s: float, program: tuple[str, ...] = PROGRAM) -> Answer:

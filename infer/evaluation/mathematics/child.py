@@ -51,7 +51,7 @@ def are_equal(given: str, expected: str) -> bool:
 
 
 def main() -> None:
-    """Say that it is ready, then answer until standard input ends."""
+    """Report that it is ready, then answer until standard input ends."""
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     print("ready", flush=True)

@@ -96,7 +96,7 @@ class Llada2(Family):
 
     @classmethod
     def block_size(cls, config: dict[str, Any]) -> int:
-        """That of every published checkpoint, which only 2.2 says."""
+        """That of every published checkpoint, which only 2.2 has in its config."""
         return BLOCK_SIZE if config.get("block_size") is None else config["block_size"]
 
     @classmethod

@@ -1,6 +1,6 @@
 """LLaDA-MoE-7B-A1B (inclusionAI): norms on each head of queries and keys, experts in every layer.
 
-The router does not normalise, whatever `norm_topk_prob` says: the published code ignores the field, and
+The router does not normalise, whatever `norm_topk_prob` is: the published code ignores the field, and
 `score_function` and `routed_scaling_factor` too."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Llama(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
-        # transformers computes no window here, other engines do: the file does not say which one is meant.
+        # transformers computes no window here, other engines do: the file does not show which one is meant.
         if config.get("use_sliding_window") is not False:
             reader.allow("sliding_window", None)
         reader.check()

@@ -31,7 +31,7 @@ class Qwen3(Family):
 
 @FAMILIES.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(Qwen3):
-    """`norm_topk_prob` is off where the config does not say it, as in transformers."""
+    """`norm_topk_prob` is off where the config has none, as in transformers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     config_keys: ClassVar[Mapping[str, str]] = {

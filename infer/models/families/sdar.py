@@ -23,7 +23,7 @@ class Sdar(Qwen3):
 
 @FAMILIES.register("SDARMoeForCausalLM")
 class SdarMoe(Qwen3Moe):
-    """Its router normalises, which the config must say: Qwen3-MoE's default would switch it off."""
+    """Its router normalises, which the config must set: Qwen3-MoE's default would switch it off."""
 
     model_types: ClassVar[tuple[str, ...]] = ("sdar_moe",)
     required: ClassVar[tuple[str, ...]] = ("norm_topk_prob",)

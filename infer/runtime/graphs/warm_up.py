@@ -58,7 +58,7 @@ def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
 def warm_up(
     parts: EngineParts, *, shards: Shards = ALONE, assemble: Callable[..., EngineParts] | None = None
 ) -> WarmUp:
-    """Capture in advance what `parts` may need, as `warmup` of its settings says, and give the stride
+    """Capture in advance what `parts` may need, as set by `warmup`, and give the stride
     controller the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile
     kernels first. Ranks that share a model (`shards`) capture the same graphs: they agree on when to stop and
     on `eager_rows`, and use no recorded times, which not all may have."""
@@ -299,7 +299,7 @@ def compile_shapes(step: StaticStep, shapes: Iterable[PassShape]) -> int:
         finally:
             JITFunction.run = launch
     if any(future.exception() for future in futures):
-        # A launch shall compile again what failed, perhaps for lack of memory, and say why.
+        # A launch shall compile again what failed, perhaps for lack of memory, and raise the error.
         for kernel in kernels:
             kernel.device_caches.clear()
     return len(futures)

@@ -1,5 +1,5 @@
-"""What all bodies of requests have in common: which fields they may have, and those that say what an answer
-must match (`ConstraintFields`)."""
+"""What all bodies of requests have in common: which fields they may have, and those that define what an
+answer must match (`ConstraintFields`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IGNORED = frozenset(
         *("annotations", "cache_control", "provider_specific_fields", "index"),
     )
 )
-"""Fields that do not say what the answer shall be, of a request or of its parts; docs/serve.md lists them."""
+"""Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
     "include_obfuscation": (False,),
-    # Other engines' own values where a client says nothing.
+    # Other engines' own values where a client sends nothing.
     "bad_words": ([],),
     "logits_processors": ([],),
     "detokenize": (True,),

@@ -187,7 +187,7 @@ def test_variants_of_lora_are_refused_by_name(adapter: Path, changes: dict[str, 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(adapter: Path) -> None:
     edit(adapter / ADAPTER_CONFIG, r=4)
-    refused(adapter, "IDLM-0613", "down_proj.lora_A.weight is [3, 64], adapter_config.json says [4, 64]")
+    refused(adapter, "IDLM-0613", "down_proj.lora_A.weight is [3, 64], in adapter_config.json [4, 64]")
     edit(adapter / ADAPTER_CONFIG, r=3, target_modules=["q_proj"])
     refused(adapter, "IDLM-0613", "24 not used", "down_proj.lora_A.weight")
     edit(adapter / ADAPTER_CONFIG, target_modules=[*SPEC.targets, "nope"])
@@ -208,7 +208,7 @@ def test_a_rank_is_compared_with_the_stored_tensors_before_it_is_allocated(
 ) -> None:
     edit(adapter / ADAPTER_CONFIG, r=MAX_RANK)
     monkeypatch.setattr(weights, "copy", lambda targets, files: pytest.fail("weights of the base are read"))
-    refused(adapter, "IDLM-0613", f"is [3, 64], adapter_config.json says [{MAX_RANK}, 64]")
+    refused(adapter, "IDLM-0613", f"is [3, 64], in adapter_config.json [{MAX_RANK}, 64]")
 
 
 def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(qwen: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def write(directory: Path, architecture: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("architecture", NEEDS_WORDS)
 def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_path: Path) -> None:
     write(tmp_path, architecture)
-    refused(tmp_path, "IDLM-0605", "does not say how it decodes", "idlm_config.json")
+    refused(tmp_path, "IDLM-0605", "does not determine how it decodes", "idlm_config.json")
     assert load_model(tmp_path, device="cpu", semantics=BLOCKS).semantics == BLOCKS
 
 

@@ -125,14 +125,14 @@ def test_all_tensor_problems_are_reported_at_once(checkpoint: Path) -> None:
     message = str(caught.value)
     assert caught.value.code == "IDLM-0603"
     assert "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
-    assert "model.layers.0.self_attn.o_proj.weight is [8, 13], config.json says [8, 12]" in message
+    assert "model.layers.0.self_attn.o_proj.weight is [8, 13], in config.json [8, 12]" in message
     assert "1 not used: model.layers.2.mlp.up_proj.weight" in message
     assert "inv_freq" not in message
 
 
 def test_a_config_far_larger_than_the_weights_is_refused_before_memory_is_taken(checkpoint: Path) -> None:
     edit_config(checkpoint, vocab_size=10**12)
-    refused(checkpoint, "IDLM-0603", "config.json says [1000000000000, 8]")
+    refused(checkpoint, "IDLM-0603", "in config.json [1000000000000, 8]")
 
 
 def test_missing_path_names_the_nearest_sibling(checkpoint: Path) -> None:
