@@ -11,9 +11,9 @@
 `headers` are chats that stop where the user's turn begins, so the model continues as the user. `prompts` are
 the turns that ended, once each, and the questions of GSM8K; each gets a greedy answer, which drafts at
 temperature 0 have to match, and `sampled` answers with a seed of their own, in an order that mixes all.
-`kept` leaves out answers that a limit cut off, that failed, or that loop: some run of `LOOP_LENGTH` tokens
-occurs more than `LOOP_COUNT` times. Counts go to stderr. Seeds make the same prompts and answers again, as
-far as the rounding of other batches lets them.
+`kept` leaves out answers that failed and those that loop: some run of `LOOP_LENGTH` tokens occurs more than
+`LOOP_COUNT` times. Answers that the limit cut off stay, and training does not learn to stop there. Counts go
+to stderr. Seeds make the same prompts and answers again, as far as the rounding of other batches lets them.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def prompts(
 
 
 def kept(answers: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The answers that ended and do not loop."""
+    """The answers that did not fail and do not loop."""
     counts, num_tokens = Counter[str](), 0
     for record in answers:
         reason = record["finish_reason"]
-        reason = "loop" if reason == "stop" and loops(record["token_ids"]) else reason
-        counts[reason] += 1
-        if reason == "stop":
+        is_loop = loops(record["token_ids"])
+        counts["loop" if is_loop else reason] += 1
+        if not is_loop and reason in ("stop", "length"):
             num_tokens += len(record["token_ids"])
             yield record
     print(f"{num_tokens:,} tokens kept; answers by end: {dict(counts.most_common())}", file=sys.stderr)

@@ -60,15 +60,17 @@ def test_a_run_of_tokens_that_comes_a_fourth_time_is_a_loop(token_ids: list[int]
     assert loops(token_ids) is expected
 
 
-def test_answers_that_ended_without_a_loop_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_without_a_loop_are_kept_also_those_that_a_limit_cut_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answers = [
         record(0, "a"),
         record(1, "b", reason="length"),
         record(2, "c", tokens=(7,) * 11),
         record(3, "d", reason="error"),
     ]
-    assert [row["request_id"] for row in kept(answers)] == ["user0"]
-    assert "6 tokens kept" in capsys.readouterr().err
+    assert [row["request_id"] for row in kept(answers)] == ["user0", "user1"]
+    assert "12 tokens kept" in capsys.readouterr().err
 
 
 def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
