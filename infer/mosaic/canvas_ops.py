@@ -150,8 +150,7 @@ def _dense(run: CanvasPass, step: OpCall) -> tuple[DenseLayer, Tensor]:
     """The layer of a call and its gate and up rows [m, 2F]."""
     layer = run.layer(step)
     assert isinstance(layer, DenseLayer)
-    name = "hidden" if "hidden" in step.op.reads else "gate_up"
-    return layer, run.rows(step, name, 2 * layer.spec.ffn_width)
+    return layer, run.rows(step, "gate_up", 2 * layer.spec.ffn_width)
 
 
 def _gate_up(run: CanvasPass, step: OpCall) -> None:

@@ -46,10 +46,7 @@ class ArenaPlan:
 
 
 def storage_bytes(lifetimes: Lifetimes, sizes: Sizes) -> list[int]:
-    return [
-        -(-max([size.num_bytes(sizes) for size in storage.sizes]) // ALIGNMENT) * ALIGNMENT
-        for storage in lifetimes.storages
-    ]
+    return [ceil_div(storage.size.num_bytes(sizes), ALIGNMENT) * ALIGNMENT for storage in lifetimes.storages]
 
 
 def live_bytes(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> list[int]:
@@ -108,7 +105,7 @@ def plan_template(template: PassTemplate, sizes: Sizes) -> ArenaPlan:
     return ArenaPlan(
         template=template,
         sizes=sizes,
-        offsets={name: best[index] for name, index in lifetimes.index_of.items()},
+        offsets={one.name: offset for one, offset in zip(lifetimes.storages, best, strict=True)},
         num_bytes={name: size.num_bytes(sizes) for name, size in template.tensors.items()},
         peak_bytes=max(peak, 0),
         live_bytes=bound,
@@ -124,14 +121,15 @@ def describe_plan(plan: ArenaPlan) -> str:
     """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals."""
     template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
     rows: list[tuple[str, ...]] = [HEADER]
-    for name, size in template.tensors.items():
-        storage = lifetimes.storages[lifetimes.index_of[name]]
-        formula = f"alias of {template.root(name)}" if name in template.aliases else str(size)
+    for storage in lifetimes.storages:
+        name = storage.name
         first, last = (
             f"{position} {op.name}{' (layers)' if op.in_layers else ''}"
             for position, op in ((each, template.ops[each]) for each in (storage.first, storage.last))
         )
-        rows.append((name, f"{plan.num_bytes[name]:,}", first, last, f"{plan.offsets[name]:,}", formula))
+        rows.append(
+            (name, f"{plan.num_bytes[name]:,}", first, last, f"{plan.offsets[name]:,}", str(storage.size))
+        )
     chunks = ", ".join(f"K_{name}={count}" for name, count in sorted(sizes.chunks.items()))
     ratio = plan.peak_bytes / max(1, plan.live_bytes)
     peak = template.ops[plan.peak_op]

@@ -4,8 +4,8 @@ their lifetimes: the first and last op of every storage, counted over the ops as
 Mosaic (section 4.3) registers the graph instead of capturing it, so that no graph break hides a lifetime. A
 template is also the program of the executor: `steps` yields the ops in the order in which they run; the
 executor maps their names to functions. Sizes are functions of the length, the wanted rows and the chunk
-counts, filled in per request. A storage is a tensor with its aliases. Two storages conflict when an op exists
-at which both are alive, which depends on no size.
+counts, filled in per request. A storage is the range of a tensor. Two storages conflict when an op exists at
+which both are alive, which depends on no size.
 
 Departures from the paper: loops are objects that ops refer to, so lifetimes over a loop follow from reads and
 writes, and barriers are needed only for results and for baselines; the layers are registered once."""
@@ -111,10 +111,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One range of the workspace: a tensor, the sizes of all its views, and its first and last op."""
+    """One range of the workspace: a tensor, its size, and its first and last op."""
 
     name: str
-    sizes: tuple[Size, ...]
+    size: Size
     first: int
     last: int
 
@@ -126,7 +126,6 @@ class Lifetimes:
     storages: tuple[Storage, ...]
     alive: tuple[tuple[int, ...], ...]
     conflicts: tuple[tuple[int, ...], ...]
-    index_of: dict[str, int]
 
 
 def find_lifetimes(template: PassTemplate, ranges: Iterable[tuple[int, int]]) -> Lifetimes:
@@ -136,20 +135,17 @@ def find_lifetimes(template: PassTemplate, ranges: Iterable[tuple[int, int]]) ->
     storages = []
     for name, positions in used.items():
         first, last = positions[0], positions[-1]
-        views = [size for view, size in template.tensors.items() if template.root(view) == name]
         for start, stop in ranges:
             touched = any(start <= position <= stop for position in positions)
             # Used both inside and outside of the loop: every iteration must leave it in place.
             if touched and (positions[0] < start or positions[-1] > stop):
                 first, last = min(first, start), max(last, stop)
-        storages.append(Storage(name, tuple(dict.fromkeys(views)), first, last))
-    _check_chunks(template, used, storages)
-    return relate(storages, len(template.ops), template.aliases)
+        storages.append(Storage(name, template.tensors[name], first, last))
+    _check_chunks(template, used)
+    return relate(storages, len(template.ops))
 
 
-def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]) -> Lifetimes:
-    index_of = {storage.name: index for index, storage in enumerate(storages)}
-    index_of |= {alias: index_of[root] for alias, root in aliases.items()}
+def relate(storages: Sequence[Storage], num_ops: int) -> Lifetimes:
     return Lifetimes(
         storages=tuple(storages),
         alive=tuple(
@@ -166,20 +162,17 @@ def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]
             )
             for one in storages
         ),
-        index_of=index_of,
     )
 
 
 def _uses(template: PassTemplate) -> dict[str, list[int]]:
     """Positions of the ops that use each storage, in order; the first use must be a write."""
-    used: dict[str, list[int]] = {template.root(name): [] for name in template.tensors}
+    used: dict[str, list[int]] = {name: [] for name in template.tensors}
     for position, op in enumerate(template.ops):
-        written = {template.root(name) for name in op.writes}
-        for name in dict.fromkeys(template.root(name) for name in (*op.reads, *op.writes)):
+        for name in dict.fromkeys((*op.reads, *op.writes)):
             if name in template.inputs:
                 continue
-            reads = [read for read in op.reads if template.root(read) == name]
-            is_written = used[name] or (name in written and not reads)
+            is_written = used[name] or name not in op.reads
             assert is_written, f"{template.name}: {op.name} reads {name} before anything writes it"
             used[name].append(position)
     unused = [name for name, positions in used.items() if not positions]
@@ -187,21 +180,12 @@ def _uses(template: PassTemplate) -> dict[str, list[int]]:
     return used
 
 
-def _check_chunks(template: PassTemplate, used: dict[str, list[int]], storages: list[Storage]) -> None:
+def _check_chunks(template: PassTemplate, used: dict[str, list[int]]) -> None:
     """A tensor of chunk size must be used in one loop only, which has the same chunk count and rows."""
-    for storage in storages:
-        for size in storage.sizes:
-            if size.chunks is None:
-                continue
-            loops = {template.ops[position].loop for position in used[storage.name]}
-            loop = next(iter(loops))
-            is_inside = len(loops) == 1 and loop is not None
-            assert is_inside, (
-                f"{template.name}: {storage.name} has chunk size and is used outside of its loop"
-            )
-            assert loop is not None and (loop.chunks, loop.rows) == (size.chunks, size.rows), (
-                f"{template.name}: {storage.name} has chunks of {size}, and its loop is {loop}"
-            )
+    for name, positions in used.items():
+        size, (loop, *others) = template.tensors[name], {template.ops[each].loop for each in positions}
+        is_fine = loop is not None and not others and (loop.chunks, loop.rows) == (size.chunks, size.rows)
+        assert size.chunks is None or is_fine, f"{template.name}: {name} has chunks of {size} beside {loop}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +224,9 @@ class PassTemplate:
         self.name, self.num_layers = name, 1
         self.ops: list[Op] = []
         self.tensors: dict[str, Size] = {}
-        self.aliases: dict[str, str] = {}
-        """The tensor that each alias starts in."""
         self.inputs: set[str] = set()
         self._in_layers = self._has_layers = self._is_finished = False
         self._closed: set[str] = set()
-
-    def root(self, name: str) -> str:
-        """The tensor that `name` is an alias of, or `name`."""
-        return self.aliases.get(name, name)
 
     def add_input(self, *names: str) -> None:
         """Register tensors outside the workspace, which the executor provides: token ids, wanted rows."""
@@ -266,15 +244,6 @@ class PassTemplate:
         for name, multiple in tensors.items():
             size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
             self.add_tensor(name, size)
-
-    def add_alias(self, name: str, target: str, size: Size | None = None) -> None:
-        """Register `name` as a second view that starts where `target` starts; without `size`, as large.
-
-        Both live from the first use of either to the last use of either."""
-        self._check_new(name)
-        assert target in self.tensors, f"{self.name}: {name} is an alias of unknown {target}"
-        self.tensors[name] = size or self.tensors[target]
-        self.aliases[name] = self.root(target)
 
     def add_op(
         self,

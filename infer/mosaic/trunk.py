@@ -119,14 +119,13 @@ def _add_attention_output(template: PassTemplate) -> None:
 
 
 def _add_ffn(template: PassTemplate, shape: TrunkShape) -> None:
-    """A gated FFN; the activation overwrites the gate half of each row, which `hidden` names."""
+    """A gated FFN; the activation overwrites the gate half of each row."""
     template.add_rows(shape.x_bytes, FFN, ffn_in=1, ffn_out=1)
     template.add_rows(shape.ffn * shape.item_bytes, FFN, gate_up=2)
-    template.add_alias("hidden", "gate_up")
     template.add_op("ffn_norm", ["x"], ["ffn_in"], FFN)
     template.add_op("gate_up", ["ffn_in"], ["gate_up"], FFN)
-    template.add_op("activate", ["gate_up"], ["hidden"], FFN)
-    template.add_op("down", ["hidden"], ["ffn_out"], FFN)
+    template.add_op("activate", ["gate_up"], ["gate_up"], FFN)
+    template.add_op("down", ["gate_up"], ["ffn_out"], FFN)
     template.add_op("add", ["ffn_out", "x"], ["x"], FFN)
 
 

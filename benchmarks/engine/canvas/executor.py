@@ -44,7 +44,7 @@ def forward_of(arm: str, shape: TrunkShape) -> Forward:
 
 def _with_all_of_attention(whole: PassTemplate) -> PassTemplate:
     kept = PassTemplate(whole.name.replace("whole", "paper"))
-    kept.tensors, kept.aliases, kept.inputs = whole.tensors, whole.aliases, whole.inputs
+    kept.tensors, kept.inputs = whole.tensors, whole.inputs
     kept.num_layers, kept.ops = whole.num_layers, [*whole.ops]
     names = ("x", "attention_in", "q", "k", "v", "heads")
     barrier = Op(name="barrier", reads=names, loop=ATTENTION, in_layers=True, is_barrier=True)

@@ -161,10 +161,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         execute(self, step, op)
         template, sizes = self.plan.template, dataclasses.replace(self.plan.sizes, wanted=len(self.rows_X))
         for name in ends_with(template, sizes, step):
-            # The largest view of the storage: an alias may be larger than its target.
-            size = max(
-                [number for view, number in self.plan.num_bytes.items() if template.root(view) == name]
-            )
+            size = self.plan.num_bytes[name]
             self.arena.view(self.plan.offsets[name], (size,), torch.uint8).fill_(255)
             ended.append(name)
 
@@ -189,19 +186,17 @@ def test_nothing_is_read_after_its_lifetime(
     runner: Any = engine._parts.runner
     template = runner.plan_of(20, 10).template
     results = {"tokens", "confidences"}
-    assert set(ended) == template.tensors.keys() - template.aliases.keys() - results
+    assert set(ended) == template.tensors.keys() - results
 
 
 def shortened(template: Any, name: str) -> None:
     """Plant a fault: the lifetime of a tensor ends one op before the last one that reads it."""
     lifetimes = template.lifetimes
-    last = max(
-        index for index, op in enumerate(template.ops) if name in {template.root(read) for read in op.reads}
-    )
+    last = max(index for index, op in enumerate(template.ops) if name in op.reads)
     storages = [
         dataclasses.replace(one, last=last - 1) if one.name == name else one for one in lifetimes.storages
     ]
-    template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
+    template.__dict__["lifetimes"] = relate(storages, len(template.ops))
 
 
 @pytest.mark.sweep_but("chunks0-heads", "chunks0-logits", "chunks1-gate_up")

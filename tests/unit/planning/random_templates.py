@@ -35,19 +35,12 @@ class _Writer:
         is_local = loop is not None and rng.random() < 0.6
         rows = loop.rows if loop is not None and is_local else rng.choice((LENGTH, WANTED))
         chunks = loop.chunks if loop is not None and is_local else None
-
-        def size() -> Size:
-            constant = rng.choice((0, 0, rng.randrange(5000)))
-            return Size(row_bytes=rng.randrange(1, 900), rows=rows, chunks=chunks, constant=constant)
-
-        self.template.add_tensor(name, size())
-        names = [name]
-        if rng.random() < 0.25:
-            names.append(f"{name}_alias")
-            self.template.add_alias(names[1], name, rng.choice((None, size())))
+        constant = rng.choice((0, 0, rng.randrange(5000)))
+        size = Size(row_bytes=rng.randrange(1, 900), rows=rows, chunks=chunks, constant=constant)
+        self.template.add_tensor(name, size)
         target = self.local.setdefault(loop.name, []) if loop is not None and is_local else self.usable
-        target.extend(names)
-        return rng.choice(names)
+        target.append(name)
+        return name
 
     def add(self, loop: Loop | None, op: str) -> None:
         rng = self.rng
@@ -63,7 +56,7 @@ class _Writer:
 
 
 def random_template(seed: int) -> tuple[PassTemplate, Sizes]:
-    """Return a template with loops, layers, aliases and barriers, and sizes to plan it for."""
+    """Return a template with loops, layers and barriers, and sizes to plan it for."""
     rng = random.Random(seed)
     writer = _Writer(rng, PassTemplate(f"random {seed}"))
 
@@ -92,18 +85,12 @@ def check_positions(plan: ArenaPlan) -> None:
     for name, offset in plan.offsets.items():
         assert offset % ALIGNMENT == 0
         assert offset >= 0 and offset + plan.num_bytes[name] <= plan.peak_bytes, name
-    for name, target in plan.template.aliases.items():
-        assert plan.offsets[name] == plan.offsets[target], name
     assert plan.peak_bytes >= plan.live_bytes > 0
 
 
 def _overlaps(plan: ArenaPlan) -> dict[str, list[str]]:
     """For each storage, the others that share bytes with it."""
-    aliases = plan.template.aliases
-    ends: dict[str, int] = {}
-    for name, num_bytes in plan.num_bytes.items():
-        root = aliases.get(name, name)
-        ends[root] = max(ends.get(root, 0), plan.offsets[name] + num_bytes)
+    ends = {name: plan.offsets[name] + num_bytes for name, num_bytes in plan.num_bytes.items()}
     spans = sorted((plan.offsets[name], end, name) for name, end in ends.items())
     found: dict[str, list[str]] = {name: [] for name in ends}
     for op, (_, end, name) in enumerate(spans):
@@ -120,7 +107,7 @@ def _homes(template: PassTemplate) -> dict[str, tuple[set[Loop | None], set[bool
     homes: dict[str, tuple[set[Loop | None], set[bool]]] = {}
     for op in template.ops:
         for name in (*op.reads, *op.writes):
-            loops, layers = homes.setdefault(template.root(name), (set(), set()))
+            loops, layers = homes.setdefault(name, (set(), set()))
             loops.add(op.loop)
             layers.add(op.in_layers)
     return homes
@@ -140,7 +127,7 @@ def _barriers(template: PassTemplate) -> Mapping[int, list[str]]:
 
 def simulate(plan: ArenaPlan) -> int:
     """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
-    template, root = plan.template, plan.template.root
+    template = plan.template
     overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
     valid: set[str] = set(template.inputs)
     overlaps |= {name: [] for name in template.inputs}
@@ -149,7 +136,7 @@ def simulate(plan: ArenaPlan) -> int:
     for step in plan.steps():
         num_steps += 1
         op = step.op
-        reads, writes = {root(name) for name in op.reads}, {root(name) for name in op.writes}
+        reads, writes = set(op.reads), set(op.writes)
         if not reads <= valid:
             raise Corrupted(
                 f"{op.name} reads {reads - valid} in layer {step.layer}, rows from {step.start} on"
@@ -164,7 +151,7 @@ def simulate(plan: ArenaPlan) -> int:
             is_again = (step.start > 0 and len(loops) > 1) or (step.layer > 0 and len(layers) > 1)
             if not is_again:
                 valid.add(name)
-        kept = {root(name) for name in barriers.get(id(op), ())}
+        kept = set(barriers.get(id(op), ()))
         if not kept <= valid:
             raise Corrupted(f"the barrier after {op.name} misses {kept - valid}")
         # What ends here may be overwritten with anything.
@@ -179,7 +166,7 @@ def simulate(plan: ArenaPlan) -> int:
 
 
 def ends_with(template: PassTemplate, sizes: Sizes, step: OpCall) -> list[str]:
-    """Tensors, not their aliases, whose bytes nothing needs after a call. Results never end."""
+    """Tensors whose bytes nothing needs after a call. Results never end."""
     ops, found = template.ops, []
     body = [position for position, op in enumerate(ops) if op.in_layers]
     loop = step.op.loop

@@ -1,4 +1,4 @@
-"""The registrar: lifetimes over loops and layers, aliases, barriers, and the steps of a template."""
+"""The registrar: lifetimes over loops and layers, barriers, and the steps of a template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ CHUNK = Size(row_bytes=512, chunks="k")
 
 
 def lifetime(template: PassTemplate, name: str) -> tuple[int, int]:
-    lifetimes = template.lifetimes
-    storage = lifetimes.storages[lifetimes.index_of[name]]
+    [storage] = [one for one in template.lifetimes.storages if one.name == name]
     return storage.first, storage.last
 
 
@@ -56,22 +55,6 @@ def test_a_tensor_that_is_written_in_the_layers_and_read_after_them_lives_throug
     template.add_op("three", ["b"], [])
     assert lifetime(template, "b") == (0, 2)
     assert lifetime(template, "a") == (0, 1)
-
-
-def test_an_alias_shares_the_place_and_the_life_of_its_target() -> None:
-    template = PassTemplate("alias")
-    template.add_tensor("a", ROW)
-    template.add_tensor("b", ROW)
-    template.add_alias("a_wide", "a", Size(row_bytes=1024))
-    template.add_alias("a_again", "a_wide")
-    template.add_op("one", [], ["a"])
-    template.add_op("two", ["a"], ["b"])
-    template.add_op("three", ["b"], [])
-    template.add_op("four", ["a_again"], [])
-    plan = plan_template(template, Sizes(length=10))
-    assert lifetime(template, "a") == lifetime(template, "a_again") == (0, 3)
-    assert plan.offsets["a"] == plan.offsets["a_wide"] == plan.offsets["a_again"]
-    assert plan.peak_bytes == 10 * (1024 + 512)
 
 
 def test_a_barrier_keeps_a_tensor_alive_and_runs_nothing() -> None:
