@@ -105,7 +105,7 @@ $(VENV)/.docs-$(KEY): | $(VENV)/bin/python
 	@touch $(VENV)/.demo-$(KEY) $@
 
 # Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached. A CPU
-# wheel that pip already knows of, for example through find-links, is preferred by version order without it.
+# wheel that pip already has, for example through find-links, is preferred by version order without it.
 define cpu_index
 $$(if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
 	$(RUN) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \

@@ -278,7 +278,7 @@ def refuse_unknown_keys(
     models = " or ".join(dict.fromkeys(name for key, name in (foreign or {}).items() if key in unknown))
     raise UserError(
         "IDLM-0618",
-        f"{source} has keys that change what a model computes and that this version does not know: {listed}"
+        f"{source} has keys that change what a model computes, which this version does not support: {listed}"
         + f"; this is {models}, which this version does not support" * bool(models),
         fix="use another checkpoint; take a key out of config.json only if the model computes the same "
         "without it",

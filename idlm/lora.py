@@ -52,7 +52,7 @@ class AdapterSpec:
         return self.alpha / self.rank
 
     def save(self, directory: Path) -> None:
-        """Write `adapter_config.json` with only the fields that every version of PEFT knows."""
+        """Write `adapter_config.json` with only the fields that every version of PEFT reads."""
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

@@ -47,7 +47,7 @@ from idlm.text.detokenizer import AnswerText, answer_text
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
-    `logprobs` holds one entry per token if the request wants them. The first event has the `prompt_logprobs`
+    `logprobs` holds one entry per token if requested. The first event has the `prompt_logprobs`
     of `Completion`. `error` is set if the answer is not complete: IDLM-0448, IDLM-0457 or IDLM-0473."""
 
     request_id: str
@@ -68,7 +68,7 @@ class Engine:
         self.tokenizer, self.model, self.semantics = parts.tokenizer, parts.model, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
-        # Only in passes of blocks and canvases the device alone knows how many rows are needed.
+        # Only in passes of blocks and canvases the number of rows is known on the device alone.
         self._reservation: RowReservation | None = None
         if not (policy := parts.decoder.kv_policy).num_lookahead_tokens:
             self._reservation = RowReservation(drops=parts.drops_rows, block_size=policy.block_size)

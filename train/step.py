@@ -237,7 +237,7 @@ class BodyAndHead:
 
         Clean rows are the base model's: they run first, without gradients, through the base. Then the noisy
         rows of the whole batch run by themselves, through base and adapter, and see the clean keys. So no row
-        is gathered in a layer, and the backward pass knows noisy rows only. `forward` gets the hidden states
+        is gathered in a layer, and the backward pass covers noisy rows only. `forward` gets the hidden states
         of all rows in their places; those of padding are zero."""
         assert self.gate is not None
         shape = batch["doc_ids"].shape

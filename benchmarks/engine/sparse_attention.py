@@ -184,7 +184,7 @@ class SparseArm(BlockArm):
 
     def decoder_options(self) -> dict[str, Any]:
         """Those of a block that takes its quota."""
-        # Named in full: `slots=True` makes a class anew, which a bare super() does not know.
+        # Named in full: `slots=True` makes a class anew, for which a bare super() fails.
         return {**BlockArm.decoder_options(self), "steps": self.num_passes}
 
     def accelerators(self) -> Mapping[str, Any]:

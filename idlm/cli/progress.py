@@ -40,7 +40,7 @@ class FigureBar(RichProgress):
                 yield Text(task.fields["text"])
 
     def start(self) -> None:
-        """Draw the bar. Handlers of all loggers, which know their stream since they were made, follow
+        """Draw the bar. Handlers of all loggers, which hold their stream since they were made, follow
         `sys.stdout` and `sys.stderr` to where rich has put them."""
         if self.live.is_started:
             return

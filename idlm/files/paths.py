@@ -111,7 +111,7 @@ def json_lines(lines: Iterable[bytes], *, first: int = 1, hook: Any = None) -> I
 
 
 def json_problem(error: Exception) -> str:
-    """Return what is wrong in a line of JSON, and in which column or encoding; the caller knows the line."""
+    """Return what is wrong in a line of JSON, and in which column or encoding; the caller adds the line."""
     if isinstance(error, UnicodeDecodeError):
         found = wide_encoding(error.object) or likely_encoding(error.object)
         return f"it is not UTF-8{f', it may be {found}' if found else ''}"

@@ -221,7 +221,7 @@ _WORD = "zqcontentqz"
 REFUSED = "IDLM-0217"
 MAX_HEADER = 80
 CLOSES_BLOCK = "answers without a thought close the <think> block that the prompt opens"
-WRITES_BLOCK = "the chat template does not know reasoning_content, which is written as a <think> block"
+WRITES_BLOCK = "the chat template does not support reasoning_content, which is written as a <think> block"
 THINKS = "answers with a thought follow the prompt of enable_thinking=true"
 
 

@@ -1,5 +1,5 @@
 """What of a conversation its rendering lacks: chat templates silently leave out roles and fields that they do
-not know."""
+not support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SURE_LENGTH = 24
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """A text of turn `turn` (-1: the tools); `is_thought` for what an assistant thinks."""
+    """A text of turn `turn` (-1: the tools); `is_thought` for an assistant's reasoning."""
 
     turn: int
     role: str

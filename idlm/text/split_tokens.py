@@ -2,8 +2,8 @@
 those of the chat template around them stay special.
 
 The template renders texts in which a character stands for each special token. Then the template's own special
-tokens are marked, the texts are put back, and a copy of the tokenizer encodes the whole, which knows marks in
-place of special tokens. So nothing else of the encoding changes. Marks of turns count as special tokens here.
+tokens are marked, the texts are put back, and a copy of the tokenizer with marks in place of special tokens
+encodes the whole. So nothing else of the encoding changes. Marks of turns count as special tokens here.
 
 A template may also make a special token of parts: of two texts that it joins, of one that it changes, of a
 name between `<|` and `|>`. A rendering without such parts has fewer special tokens; then they are refused."""

@@ -85,7 +85,7 @@ def render(
         raise UserError(
             "IDLM-0217",
             f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
-            fix="give messages with the roles and fields that this model's template knows",
+            fix="give messages with the roles and fields that this model's template supports",
         ) from error
     return text
 
@@ -115,7 +115,7 @@ def template_names(
 
 
 def known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages; for a template that does not know developers, these speak as the system."""
+    """Return the messages; for a template without developers, their role is system."""
     plain = [dict(message) for message in messages]
     if "developer" not in template:
         for message in plain:
@@ -132,7 +132,7 @@ def all_template_text(tokenizer: Any) -> str:
 
 @functools.cache
 def thinking_switch(template: str) -> str | None:
-    """Return the variable by which a template lets an answer think or not; None where it has none."""
+    """Return the variable by which a template switches reasoning on or off; None where it has none."""
     found = (switch.search(template) for switch in _SWITCHES)
     return next((match[1] for match in found if match), None)
 

@@ -35,7 +35,7 @@ class Mage(PrefixAccelerator):
     config: MageConfig
 
     def begin(self, view: PassView) -> PrefixPass:
-        has_set_B = self.sets.memory.knows(view)
+        has_set_B = self.sets.memory.is_current(view)
         return PrefixPass(
             view, self.sets, is_sparse_B=view.is_working_B & has_set_B, ranks_B=view.is_working_B & ~has_set_B
         )

@@ -52,7 +52,7 @@ class SparseD(PrefixAccelerator):
 
     def begin(self, view: PassView) -> PrefixPass:
         """Sequences at their last exact step rank."""
-        working_B, has_set_B = view.is_working_B, self.sets.memory.knows(view)
+        working_B, has_set_B = view.is_working_B, self.sets.memory.is_current(view)
         share_B = view.active.num_steps_B.double() * self.config.exact_share - ROUNDING
         num_exact_B = torch.ceil(share_B).long().clamp(min=1)
         is_last_B = view.active.num_passes_B >= num_exact_B - 1

@@ -81,7 +81,7 @@ class BenchConfig(EngineSettings):
     )
     vocab_size: int = option("random token ids are below this; every checkpoint has 150", 150)
     seed: int = option(
-        "draws lengths, prompts and arrivals; a running server may know the prompts of a run", 1
+        "draws lengths, prompts and arrivals; a running server may have cached the prompts of a run", 1
     )
     ignore_eos: bool | None = option(
         "answers have their whole length; null: with random prompts; false leaves the field out of requests",

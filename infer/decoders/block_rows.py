@@ -36,7 +36,7 @@ def plan_blocks(
     table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor, *, edits: bool
 ) -> StepPlan:
     """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
-    the number of passes that each lane's quota allows a block. `edits`: decided positions want logits too."""
+    the number of passes that each lane's quota allows a block. `edits`: decided positions need logits too."""
     limits: BlockLimits = batch.payload or BlockLimits()
     packed = pack_blocks(
         table.lanes(),

@@ -198,7 +198,7 @@ def guided(
 ) -> StepPlan:
     """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
     end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
-    every wanted position wants a pair of rows."""
+    every wanted position needs a pair of rows."""
     active = active_canvases(plan)
     assert plan.is_mask_R is not None
     num_sequences = len(ends_C) // NUM_CANVASES

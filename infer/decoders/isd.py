@@ -186,7 +186,7 @@ class IsdDecoder(Decoder):
             takes_best=self.config.acceptance == "published",
         )
         if batch.grammars is not None:
-            # What is drawn next is not masked: the host does not know the tokens before it yet.
+            # What is drawn next is not masked: the tokens before it are not on the host yet.
             candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
             batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
         put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)

@@ -118,14 +118,14 @@ class Peer:
 
 
 class Wire:
-    """Values of one call as JSON. Both sides know containers that the checker gives by their numbers: so the
+    """Values of one call as JSON. Containers of the checker have numbers on both sides: so the
     candidate can change and return them. With `objects` it is the candidate's side, where objects stay that
     are not plain data."""
 
     def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
         self.shared: list[Any] = []
         self._before: list[Any] = []
-        """What the other side knows of them: contents on the candidate's side, None on the checker's."""
+        """Their state on the other side: contents on the candidate's side, None on the checker's."""
         self._numbers: dict[int, int] = {}
         self._peer, self._objects = peer, objects
 
@@ -186,7 +186,7 @@ class Wire:
         return [[number, now] for number, now in enumerate(self._before) if now != before[number]]
 
     def _new(self) -> list[Any]:
-        """The contents of containers that the other side does not know; those of one may add more."""
+        """The contents of containers that the other side does not have; those of one may add more."""
         start, contents = len(self._before), list[Any]()
         while self._objects is None and start + len(contents) < len(self.shared):
             contents.append(self.contents(self.shared[start + len(contents)]))

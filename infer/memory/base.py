@@ -1,4 +1,4 @@
-"""The contract of memory managers, which know sizes and no algorithm, and the default manager."""
+"""The contract of memory managers, which depend on sizes and no algorithm, and the default manager."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class MoeSpec(Routing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything a trunk needs to know. `vocab_size` counts embedding rows, padding rows included."""
+    """All that a trunk is built from. `vocab_size` counts embedding rows, padding rows included."""
 
     num_layers: int
     width: int

@@ -2,7 +2,7 @@
 
 Mosaic (its section 4): a pass plans the lifetimes of all its tensors, chunks what does not fit, and gives
 every op the offsets it writes to. A plan belongs to a number of rows and is made again only when that number
-changes or more rows are wanted than ever before with it; a decoder's first pass wants the most.
+changes or more rows are wanted than ever before with it; a decoder's first pass needs the most.
 Departure from the paper: keys and values of a layer are tensors of the plan, and nothing is stored in pages;
 the pool's pages only count rows.
 Shapes: R rows of a pass, X wanted rows.

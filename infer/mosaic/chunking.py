@@ -94,7 +94,7 @@ def search(
     forward: Forward, sizes: Sizes, *, capacity: int, min_rows: int = MIN_CHUNK_ROWS
 ) -> ArenaPlan | Misfit:
     """Return the plan with the fewest chunks of at least `min_rows` rows, or what does not fit."""
-    # With guidance a pass may want more rows than it has: a sequence without it pairs a row with itself.
+    # With guidance a pass may need more rows than it has: a sequence without it pairs a row with itself.
     assert sizes.wanted >= 0 and sizes.length > 0 and min_rows > 0, f"{sizes=} {min_rows=}"
     maximum = _max_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:

@@ -49,7 +49,7 @@ class StepResult:
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for rows, the numbers of wanted,
     fed and retained rows that it needed (0: not counted), the numbers of emitted tokens, accepted drafts and
     tested drafts, then the token ids. `widths`: rows that the pass computed, padding included. `logprobs` of
-    emitted tokens, and `prompt_logprobs` in the order of `PromptRows`; None if no request wants them.
+    emitted tokens, and `prompt_logprobs` in the order of `PromptRows`; None if none are requested.
     `is_queued`: its kernels were launched one by one where other passes are one graph."""
 
     counts_BJ: Tensor

@@ -127,7 +127,7 @@ class InflightStep:
         ]
 
     def logprobs(self) -> list[list[TokenLogprob]]:
-        """Of all tokens that may have been emitted, by request, [] for one that does not want them; in a pass
+        """Of all tokens that may have been emitted, by request, [] for one without them; in a pass
         of which one does. After `counts`."""
         values, found = [tensor.tolist() for tensor in self._logprobs], list[list[TokenLogprob]]()
         for b, request in enumerate(self.requests):
@@ -138,7 +138,7 @@ class InflightStep:
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
         """Requests, and log-probabilities of tokens of their prompts, from which position on."""
         rows, found = self.schedule.prompt_rows, []
-        assert rows is not None, "no request of the pass wants them"
+        assert rows is not None, "no request of the pass has them"
         values, end = [tensor.tolist() for tensor in self._prompt_logprobs], 0
         for request, position, count in zip(self.requests, rows.starts, rows.counts, strict=True):
             own, end = [each[end : end + count] for each in values], end + count

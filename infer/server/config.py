@@ -56,7 +56,7 @@ class ServeConfig(EngineSettings):
         "passed to the chat template unless a request sets it; null leaves it to the template", None
     )
     reasoning_parser: Literal["auto", "none", "think"] = option(
-        "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template knows them",
+        "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template has them",
         "auto",
     )
     tool_parser: Literal["auto", "none", "hermes"] = option(

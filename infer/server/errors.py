@@ -27,7 +27,7 @@ UNION_TAGS = re.compile(
 )
 """Parts of pydantic's locations that name an alternative of a union, not a field."""
 REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
-"""How the engine's messages begin; clients do not know the id."""
+"""How the engine's messages begin; clients have another id."""
 
 
 class ApiError(Exception):

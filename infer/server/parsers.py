@@ -60,14 +60,14 @@ class AnswerParser:
 
 
 def parses_reasoning(parser: str, template: str) -> bool:
-    """Whether answers are parsed for reasoning; auto: if the template knows the tags."""
+    """Whether answers are parsed for reasoning; auto: if the template has the tags."""
     return parser == "think" or (parser == "auto" and CLOSE in template)
 
 
 def parses_calls(parser: str, template: str) -> bool:
     """The same for calls; other formats have the same tags, and functions in them."""
-    knows = BEGIN in template and "arguments" in template and "<function=" not in template
-    return parser == "hermes" or (parser == "auto" and knows)
+    has_tags = BEGIN in template and "arguments" in template and "<function=" not in template
+    return parser == "hermes" or (parser == "auto" and has_tags)
 
 
 class HermesParser:

@@ -174,7 +174,7 @@ class Service:
         """Raise ApiError for tools that are not in the model's prompt, or whose calls nothing reads."""
         template = all_template_text(self.tokenizer)
         if has_tools and "tools" not in template:
-            raise FieldError("tools", "the model's chat template knows no tools")
+            raise FieldError("tools", "the model's chat template does not support tools")
         if has_tools and not parses_calls(self.config.tool_parser, template):
             rule = "no parser for the calls of this model; the server's option is tool_parser"
             raise FieldError("tools", rule)

@@ -3,7 +3,7 @@ and what they see of a pass.
 
 The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of a sequence's block see a list
 of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
-layers or from some layer on. An engine has at most one of each side, and neither knows the other. A pass
+layers or from some layer on. An engine has at most one of each side, and neither depends on the other. A pass
 calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
 stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; `finish`. Prompts and clean
 blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
@@ -81,7 +81,7 @@ def block_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
 
 
 def scheduled_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
-    """Which rows store tokens that the host scheduled, bool [R]: prompts, and clean blocks it knows of."""
+    """Which rows store tokens that the host scheduled, bool [R]: prompts, and clean blocks among them."""
     rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
     is_stored_R = (plan.slots_R < active.starts_B[plan.sequence_R]) & (rows_R < plan.cu_rows_B1[-1])
     if active.num_scheduled_B is None:
@@ -290,7 +290,7 @@ class BlockMemory:
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self.starts_Z = torch.full((num_lanes,), -1, dtype=torch.int64, device=device)
 
-    def knows(self, view: PassView) -> Tensor:
+    def is_current(self, view: PassView) -> Tensor:
         """Return which sequences have state of their active block, bool [B]."""
         return self.starts_Z[view.plan.lanes_B] == view.active.starts_B
 

@@ -1,7 +1,7 @@
 """Chooses how many rows a pass computes, from what earlier passes needed: rows of the head, and in passes
-that may drop rows also those that are embedded and those that are left after the drop. Only the device knows
-how many a pass needs: the host reserves the mean of recent passes and a margin that follows their spread. A
-sequence that exceeds the capacity waits for the next pass, which does not change its answer."""
+that may drop rows also those that are embedded and those that are left after the drop. The demand of a pass
+is known on the device alone: the host reserves the mean of recent passes and a margin that follows their
+spread. A sequence that exceeds the capacity waits for the next pass, which does not change its answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
-The rest of the engine knows rows as the decoder laid them out; here they get new numbers when some are
+The rest of the engine has rows as the decoder laid them out; here they get new numbers when some are
 dropped. The host has chosen all shapes before the pass (`PassRows`), so nothing waits for the device, but
 with graphs=off the host reads how many rows are left. These end with padding. A sequence whose rows exceed
 the capacity decides nothing in this pass and comes first in the next. Attention is one launch a layer: layers

@@ -68,7 +68,7 @@ class DroppedRows:
 
 
 class WantedRows:
-    """The rows of a pass whose predictions a decoder wants; row x is row `rows_X[x]` of `hidden_RD` (after
+    """The rows of a pass whose predictions a decoder needs; row x is row `rows_X[x]` of `hidden_RD` (after
     the final norm). A decoder takes the best tokens alone, for which no logits are stored where a kernel can;
     or what it makes of logits slice by slice, so that those of many rows never exist together; or all logits
     at once.
@@ -189,7 +189,7 @@ class PromptRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
     """What does not change while passes have the same requests. `max_length`: of the longest one, prompt and
-    answer together; `filters` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or wants
+    answer together; `filters` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or needs
     log-probabilities of its prompt."""
 
     lanes: list[int]
@@ -219,7 +219,7 @@ class Schedule:
     (`num_decoding_rows` of token-causal sequences). A later pass computes the last `num_lookahead_tokens` of
     them. `scheduled_new_requests` get a lane, `preempted` ones lose their KV, and `resumed` ones get (part
     of) it back. `mode`: number of the decoder's mode. `limits`: rows that the pass is likely to need
-    (`RowReservation`). `derive` sets `prompt_rows`, None if no request of the pass wants log-probabilities of
+    (`RowReservation`). `derive` sets `prompt_rows`, None if no request of the pass has log-probabilities of
     its prompt, and `grammars` of requests that decode, by index."""
 
     requests: list[Request] = field(default_factory=list)
@@ -299,7 +299,7 @@ class Schedule:
         counts, num_top = dict[int, int](), 0
         for request in self.scheduled_new_requests:
             if request.grammar is not None:
-                # The lane gets the tokens that the host knows, and its grammar begins after them.
+                # The lane gets the tokens that are on the host, and its grammar begins after them.
                 request.grammar.follower = None
         if self.members.is_plain:
             return
@@ -341,7 +341,7 @@ class Batch:
 
     Sequence b is on lane `lanes_B[b]`; the next `num_feed_B[b]` of its known tokens are computed.
     `samples_B[b]` (bool): these are all that are due, so the pass also decodes. Under a KV policy without
-    lookahead tokens the host may be late: the device knows what is due.
+    lookahead tokens the host may be late: what is due is decided on the device.
 
     Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens that are computed after the
     pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay out in all, padding
@@ -371,10 +371,10 @@ class ActiveBlocks:
 
     `is_maskable_BW` (bool): masks that this pass may decide if their wanted rows have logits. `num_passes_B`
     passes have decided something in the block so far, of the `num_steps_B` that its quota allows.
-    `num_scheduled_B`: tokens that the host scheduled to be stored (the device may know one more clean block);
-    None: all that are fed. `capacity`: as in `BlockLimits`; sequences take it in the order of `num_waits_B`,
-    the number of passes in a row in which they waited, then those with few rows first. `is_exact`: the host
-    waits for the device to count rows. `demand`: what sequences need; None: all fit."""
+    `num_scheduled_B`: tokens that the host scheduled to be stored (on the device there may be one more clean
+    block); None: all that are fed. `capacity`: as in `BlockLimits`; sequences take it in the order of
+    `num_waits_B`, the number of passes in a row in which they waited, then those with few rows first.
+    `is_exact`: the host waits for the device to count rows. `demand`: what sequences need; None: all fit."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -470,7 +470,7 @@ class StepOutcome:
     """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     Of its drafts `num_tested_B` were tested, until the first rejection, and `num_accepted_B` accepted.
-    `logprobs` of the tokens, if the batch wants them: chosen [B, J], ids and numbers of the likeliest [B, J,
+    `logprobs` of the tokens, if requested: chosen [B, J], ids and numbers of the likeliest [B, J,
     K]; None: token j has those of the logits of wanted row first_logit_B[b] + j. `nonfinite_B`: 1 where
     tokens were drawn from logits that are not finite; more where only the next drafts were. All int64."""
 

@@ -140,7 +140,7 @@ class PagePool:
 
     Only the front pages of a lane can be shared: those that it got from the prefix cache or entered there. A
     pass writes at or after a lane's KV pointer, so never into them, also if it was launched before the host
-    knew the pointer or that the sequence is finished: the device's pointer is never less than the host's. The
+    had read the pointer or the sequence's end: the device's pointer is never less than the host's. The
     next holder of any other page writes after such passes."""
 
     def __init__(

@@ -47,7 +47,7 @@ LEXER_WORK = (200_000, 100_000)
 TRIM_SECONDS = 0.05
 """A refusal that took so long returns its memory to the system, for which allocations of others wait."""
 MAX_COSTS = 4096
-"""Grammars of which the compiler knows whether they are too slow."""
+"""Grammars of which it is known whether they are too slow."""
 
 Peers = deque[tuple[int, Any]]
 WORD_BITS = 32

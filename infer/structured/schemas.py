@@ -1,6 +1,6 @@
 """Constraints as rules of llguidance's Lark, and what it leaves out of a JSON schema.
 
-Annotations that it does not know refuse no request: they are left out, which is noted. Anything else that it
+Unknown annotations refuse no request: they are left out, which is noted. Anything else that it
 does not support is a problem, unless the schema itself sets `lenient`."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def literal(text: str) -> str:
-    # Else JSON would escape characters beyond 16 bits as two, which Lark does not know.
+    # Else JSON would escape characters beyond 16 bits as two, which Lark does not support.
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -88,7 +88,7 @@ def first_open(blocks, lane, known, m_b, SHAPE: tl.constexpr):
 def sequence_rows(
     lanes, blocks, columns, B, R, SHAPE: tl.constexpr, LIMITED: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
+    """Per sequence: whether it advances, is to decode and denoises; the number of known tokens that it
     stores; the first position that it computes of its active block; its first slot and its number of rows."""
     lanes_B, feed_B, samples_B = columns
     b = tl.arange(0, BLOCK_B)

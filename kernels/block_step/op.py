@@ -54,7 +54,7 @@ def pack_blocks(
     `num_rows`: rows of the pass, which bound how many blocks may be denoised next to the stored ones; None:
     exactly those that are needed, which the host waits for. `num_wanted`: capacity for wanted rows, of which
     one block and a first place of each sequence have some in any case; None: for all positions. `edits`:
-    decided positions want rows as well. No pass is empty, even if all its sequences are complete
+    decided positions need rows as well. No pass is empty, even if all its sequences are complete
     on the device."""
     rows, num_sequences, is_limited = None, len(lanes_B), num_rows is not None
     columns_B = (lanes_B, num_feed_B, samples_B)
@@ -149,7 +149,7 @@ def decide_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Decide masks, edit, and commit blocks that become clean; returns the tokens [B, W] and the number that
     each sequence emits [B], both int64. `rule`: the name of the strategy, which `choose` is in plain torch;
-    the kernel knows those of `RULES`, and no `resizing`."""
+    the kernel supports those of `RULES`, and no `resizing`."""
     if resizing is not None or rule not in RULES or not runs_kernels(proposed.token_ids_BW):
         return decide_plainly(
             *(lanes, table_steps_Z, blocks, shape, given, proposed),

@@ -1,5 +1,5 @@
 """The decisions of a block-diffusion pass in plain torch: on a CPU, and on a GPU where the kernel does not
-know the strategy, or edits resize blocks. Static shapes; nothing waits for the device.
+support the strategy, or edits resize blocks. Static shapes; nothing waits for the device.
 
 Shapes: B sequences, W positions of a block, Z lanes."""
 

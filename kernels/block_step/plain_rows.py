@@ -53,7 +53,7 @@ def due_rows(
 ) -> DueRows:
     """`columns_B`: lanes, tokens to feed, and whether the sequence decodes.
 
-    A decoding sequence stores what the device knows to be due, possibly a block that the host does not know
+    A decoding sequence stores what is due on the device, possibly a block that is not known on the host
     yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next one:
     its decoding rows serve for either."""
     (lanes_B, num_feed_B, samples_B), size = columns_B, shape.size

@@ -16,7 +16,7 @@ NO_EDITS = 1.0
 PASSES_BITS = 16
 """The step of the random stream is the block's number, followed by this many bits for the pass."""
 RULES = ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded")
-"""Strategies that the kernel knows."""
+"""Strategies that the kernel supports."""
 
 
 class BlockLanes(NamedTuple):

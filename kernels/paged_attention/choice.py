@@ -23,7 +23,7 @@ a time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md
 APART_BLOCKS = 64
 """Blocks of slots for each multiprocessor from which sequences that decode walk apart from prompts. A tile of
 128 packed rows takes 0.4 us longer for a block than one of 16, and another launch takes 5 us: 15.8 and 9.9 ms
-in 36 layers at 256 sequences (one H200). The host knows twice to four times the slots that there are."""
+in 36 layers at 256 sequences (one H200). The host's bound is twice to four times the slots that there are."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 

@@ -21,7 +21,7 @@ LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle: memory of a GPU as other processes know it."""
+    """CUipcMemHandle: the handle of a GPU's memory in other processes."""
 
     _fields_ = [("content", ctypes.c_ubyte * 64)]
 

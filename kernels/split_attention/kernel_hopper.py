@@ -226,7 +226,7 @@ def backward_kernel(
     mbarrier.wait(kv_bar, 0)
 
     for i in range(end):
-        # Always 0, which the compiler does not know: it would hold the addresses of constant tiles for the
+        # Always 0, which is hidden from the compiler: it would hold the addresses of constant tiles for the
         # whole loop, 50 registers too many.
         nil = i >> 30
         k_smem = k_smems.index(nil)

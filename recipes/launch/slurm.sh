@@ -25,7 +25,7 @@ requeue() {
     scontrol requeue "$SLURM_JOB_ID"
 }
 
-# Slurm runs a copy of this file; it knows where the original lies: Command=<path> <arguments>. Else: LAUNCH_FOLDER.
+# Slurm runs a copy of this file; it records where the original lies: Command=<path> <arguments>. Else: LAUNCH_FOLDER.
 launch_folder() {
     local command
     command=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true

@@ -2,7 +2,7 @@
 tokenizer, and the licence. They are read when a run starts: an export has what it was trained with.
 
 transformers 5 writes positions as `rope_parameters` and the type of the weights as `dtype`. transformers 4
-knows neither key: without a word it takes `rope_theta` 10,000 and no scaling, which is another model. vLLM,
+supports neither key: silently it uses `rope_theta` 10,000 and no scaling, which is another model. vLLM,
 SGLang and converters read the same keys, each through the version of transformers that it brings. So both are
 written, the older ones as the base's own config.json has them, where it has them. The tokenizer's files are
 those of the base byte for byte, where all versions read them; transformers 5 alone reads some of what it
@@ -106,7 +106,7 @@ def _license_of_card(path: Path, text: bytes | None) -> dict[str, str]:
 
 
 def _license_of_text(text: bytes | None) -> dict[str, str]:
-    """The name of a licence that everybody knows, otherwise the first line of its text; {} without a text."""
+    """The name of a well-known licence, otherwise the first line of its text; {} without a text."""
     content = "" if text is None else text.decode("utf-8", errors="replace")
     known = next((name for name, start in KNOWN_LICENSES.items() if start.match(content)), None)
     if known is not None or not content.strip():

@@ -247,7 +247,7 @@ def require_same_config(config: TrainConfig, run: Path) -> None:
             fix="restore the file, or delete it to resume without comparing the configuration",
         ) from error
     stored = stored if isinstance(stored, dict) else {}
-    # An earlier version did what is the default of an option that it did not know.
+    # An earlier version did what is the default of an option that it did not have.
     defaults = asdict(TrainConfig(adapter=AdapterConfig()))
     for key, value in stored.items():
         if isinstance(value, dict) and isinstance(defaults.get(key), dict):

@@ -171,7 +171,7 @@ class ExportConfig:
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """What `dry_run=true` assumes where it cannot know."""
+    """What `dry_run=true` assumes where it is not given."""
 
     num_gpus: int | None = option(
         "GPUs to plan for; null: the launcher's processes, else the visible GPUs, else 1", None

@@ -282,7 +282,7 @@ def open_cache(directory: Path) -> CachedSource | None:
 
 @runtime_checkable
 class CountedSource(Protocol):
-    """A finite source that knows its samples without reading them: one cache, or a mixture of several.
+    """A finite source whose lengths need no reading of samples: one cache, or a mixture of several.
     `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with."""
 
     num_samples: int | None

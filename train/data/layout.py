@@ -3,7 +3,7 @@ documents]`.
 
 Noisy rows (x_t) exist only where they carry a loss: an unmasked token in x_t is seen by no row and has no
 loss, so leaving it out changes neither logits nor loss (tests/unit/data/test_layout.py compares with the full
-2L layout). Knows neither objectives, models nor files. Paper arXiv 2604.11035, section 3.1.
+2L layout). Independent of objectives, models and files. Paper arXiv 2604.11035, section 3.1.
 
 Shape letters: L tokens of one sample, T rows of one packed training row."""
 

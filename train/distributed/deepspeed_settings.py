@@ -7,7 +7,7 @@ in the dtype of the weights and accumulated in fp32 (`grad_accum_dtype`): over m
 sums would lose small gradients, and the fp32 sums of ZeRO-2 and 3 cost 4 bytes / ranks per weight. deepspeed
 is imported only by functions that need it.
 
-Files of other trainers (`train.deepspeed`) have "auto" where the trainer knows the value. Here that is the
+Files of other trainers (`train.deepspeed`) have "auto" where the trainer has the value. Here that is the
 value of our settings; an optimizer or a schedule that is "auto" is ours, and float16 that is off or "auto" is
 off. A value that is given must be that of our settings where there is one."""
 

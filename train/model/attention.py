@@ -41,7 +41,7 @@ STORED, SEEN = "stored", "seen"
 """What becomes of the keys and values of clean rows, for a batch whose noisy rows run by themselves:
 attention modules store them as `STORED_KEYS`, or noisy rows see them too."""
 STORED_KEYS = "clean_keys"
-"""An attribute of the module: compiled layers read tensors there without knowing which layer they are."""
+"""An attribute of the module: compiled layers that read it there share one graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _attend(
 
 
 def _of_one_width(heads: Heads) -> Heads:
-    """Heads filled up with zeros to the widest of them, for kernels that know one head dim."""
+    """Heads filled up with zeros to the widest of them, for kernels that support one head dim."""
     width = max(head.shape[-1] for head in heads)
     query, key, value = (functional.pad(head, (0, width - head.shape[-1])) for head in heads)
     return query, key, value

@@ -66,7 +66,7 @@ def base_config(path: str) -> PretrainedConfig:
         raise UserError(
             "IDLM-0541",
             f"{path}/config.json cannot be read: {type(error).__name__}: {error}",
-            fix="restore config.json; the architecture must be one that transformers knows",
+            fix="restore config.json; the architecture must be one that transformers supports",
         ) from error
 
 
@@ -153,7 +153,7 @@ def check_base_config(directory: Path) -> None:
         layers = {"num_hidden_layers": config.get("num_hidden_layers")}
         refuse_impossible_counts(layers, held, source=source)
     model_type = config.get("model_type")
-    # transformers itself reports a model type that it does not know.
+    # transformers itself reports a model type that it does not support.
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model_type]
         known = {*kind().to_dict(), *kind.attribute_map, "quantization_config", *READ_AS_LAYER_TYPES}

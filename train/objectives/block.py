@@ -4,7 +4,7 @@ whole block and the clean blocks before it, in one forward pass of `[x_t | x_0]`
 Blocks have `stride` tokens and start with the document. Differences from SDAR: the mask rate is drawn per
 block, not per sample, for less variance; a block without a target has no noisy rows, because no row would see
 them; the block in which an answer ends is filled with its stop token, because a shorter block would reveal
-the end, which decoding does not know.
+the end, which is unknown in decoding.
 
 Shape letter: L tokens of one sample."""
 

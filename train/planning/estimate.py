@@ -83,7 +83,7 @@ def estimate_run(
     measures: bool = False,
 ) -> Estimate | None:
     """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us.
-    `num_sampled`: packed rows that are made to know the average one of a stage. `measures`: time a layer
+    `num_sampled`: packed rows that are made to get the average one of a stage. `measures`: time a layer
     where the run is for the CPU, which takes seconds."""
     shape = shape_of(model)
     if shape is None:

@@ -40,7 +40,7 @@ def overwrite_kernel(
         layout = tl.load(p_layout + lane).to(tl.int64)
         num_drafts = tl.load(p_num_drafts + layout).to(tl.int64)
         index = tl.load(p_tests + lane)
-        # Of drafts that `tree` drew from a rejected pass the trace knows nothing: all are rejected.
+        # Of drafts that `tree` drew from a rejected pass the trace has none: all are rejected.
         traced = tl.where(layout > num_masks, 0, tl.load(p_accepted + index % num_accepted))
         tl.store(p_tests + lane, index + (num_drafts > 0).to(tl.int64))
         accepted = tl.minimum(traced, num_drafts)

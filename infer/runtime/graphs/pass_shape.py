@@ -1,4 +1,4 @@
-"""Shapes of passes: what the host knows of a schedule, padded to few sizes."""
+"""Shapes of passes: the host's part of a schedule, padded to few sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
+    """All that is known of a pass on the host, rounded up; whatever else varies is in tensors. `num_rows`,
     and `max_rows` of one canvas: decoding rows. `decides` False: the graph ends with hidden states, because
     what follows waits for grammars; logits would take memory of each graph's own. See `Batch` for the
     rest."""
@@ -173,10 +173,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
 def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy) -> int:
     """Blocks that get rows in addition to the decoding ones.
 
-    With fused commits as many as the host knows of, but at least those of an eighth of the sequences, for
-    clean blocks that it does not know yet. A sequence without a reserved row stores its block in its own rows
-    and decides nothing in this step; unused rows cost as much as used ones, unless passes drop them: then all
-    sequences may store one."""
+    With fused commits as many as are known on the host, but at least those of an eighth of the sequences, for
+    clean blocks that are not known there yet. A sequence without a reserved row stores its block in its own
+    rows and decides nothing in this step; unused rows cost as much as used ones, unless passes drop them:
+    then all sequences may store one."""
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_scheduled = sum(schedule.num_feed) // kv_policy.block_size

@@ -135,7 +135,7 @@ def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) 
         (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, output], origin="here")
         tokenizer = form_tokenizer(folder, form)
         assert parts(tokenizer, sample)[1] == ["<think>\nYes\n</think>\n\nYes it is" + END]
-        is_warned = "does not know reasoning_content" in " ".join(sample.notes)
+        is_warned = "does not support reasoning_content" in " ".join(sample.notes)
         assert is_warned == (form != "dropped")
 
 

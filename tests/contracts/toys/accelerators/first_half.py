@@ -29,7 +29,7 @@ class FirstHalfPass(RowsPass):
 
     def __init__(self, view: PassView, memory: BlockMemory) -> None:
         super().__init__(view)
-        self._memory, self._has_begun_B = memory, memory.knows(view)
+        self._memory, self._has_begun_B = memory, memory.is_current(view)
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         if layer > 0:
