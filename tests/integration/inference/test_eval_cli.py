@@ -189,15 +189,3 @@ def test_mistakes_are_found_before_a_model_is_loaded(
         run_evaluation([*BASE, *arguments])
     assert caught.value.code == code
     assert words in caught.value.message
-
-
-def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "out"
-    output.write_text("old")
-    with pytest.raises(UserError, match="IDLM-0431"):
-        run_evaluation([*BASE, f"output={output}"])
-    interrupt_after(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt):
-        run_evaluation([*BASE, f"output={output}", "overwrite=true"])
-    assert output.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [output]

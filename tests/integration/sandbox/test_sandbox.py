@@ -10,7 +10,6 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -266,20 +265,6 @@ def test_output_goes_nowhere_and_does_not_fail_a_program() -> None:
         "def f():\n    for _ in range(200): print('x' * 100000); sys.stderr.write('y' * 100000)\n    return 1"
     )
     assert judged(IMPORTS + code, "assert f() == 1").passed
-
-
-@needs_sandbox
-def test_programs_run_at_the_same_time() -> None:
-    results: list[bool] = []
-    program = Program(code="def f(): return 1", test="assert f() == 1", functions={"f": "f"})
-    threads = [
-        threading.Thread(target=lambda: results.append(_box(LIMITS).run(program).passed)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert results == [True] * 4
 
 
 @pytest.mark.parametrize(

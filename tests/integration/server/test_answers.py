@@ -208,17 +208,6 @@ def test_a_stream_of_several_samples_counts_real_tokens(server: Running) -> None
     assert chunks[-1]["usage"]["num_forwards"] == sum(each.num_forwards for each in done)
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole_answer(server: Running) -> None:
-    body: dict[str, Any] = {"prompt": PROMPT, "n": 2, "seed": 3, "max_tokens": SHORT, "logprobs": 0}
-    whole = server.completion(**body)["choices"]
-    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        chunks = [chunk["choices"][0] for chunk in events(response.iter_lines())]
-    for choice in whole:
-        own = [each["logprobs"] for each in chunks if each["index"] == choice["index"] and each["logprobs"]]
-        assert len(own) > 1
-        assert [index for each in own for index in each["text_offset"]] == choice["logprobs"]["text_offset"]
-
-
 def test_metrics_count_what_was_answered(server: Running) -> None:
     names = (
         "vllm:generation_tokens_total",

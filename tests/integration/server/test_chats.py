@@ -255,21 +255,3 @@ def test_calls_of_tools(client: OpenAI, script: Callable[..., None]) -> None:
     script(CALL)
     for options in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
         assert whole(chat(client, **options)) == (nothing | {"content": CALL}, "stop"), options
-
-
-def test_a_client_that_closes_its_stream_frees_everything(client: OpenAI, server: Running) -> None:
-    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
-    for options in ({}, {"tools": TOOLS}):
-        with client.chat.completions.create(
-            model="tiny",
-            messages=MESSAGES,
-            stream=True,
-            max_tokens=90,
-            extra_body={"ignore_eos": True},
-            **options,
-        ) as stream:
-            next(iter(stream))
-    server.wait_until(
-        lambda: server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
-    )
-    server.wait_until_idle()

@@ -25,16 +25,10 @@ from tests.integration.training.stopped_runs import (
     num_floats,
 )
 from tests.integration.training.test_train_tiny import arguments, metrics_of
-from tests.tiny_training import write_tiny_base
 
 STAGES = "[{stride: 2, steps: 3}, {stride: 3, steps: 3}]"
 EVERY = {"train.stages": STAGES, "train.save_every": 1, "train.save": "sync"}
 ASYNC = EVERY | {"train.save": "async"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

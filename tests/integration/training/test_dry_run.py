@@ -13,12 +13,6 @@ import torch
 
 from idlm.train import cli
 from tests.integration.training.test_train_tiny import arguments
-from tests.tiny_training import write_tiny_base
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 def bare(base: Path, target: Path) -> Path:

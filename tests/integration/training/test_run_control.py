@@ -19,7 +19,6 @@ from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
 from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import failing_after
 from tests.integration.training.test_train_tiny import arguments
-from tests.tiny_training import write_tiny_base
 
 STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
 WATCHED = {
@@ -30,11 +29,6 @@ WATCHED = {
     "report.enabled": "true",
     "plan.tflops": 0.01,
 }
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 class Service:

@@ -27,17 +27,12 @@ from idlm.train.model.load import decoder_layers, random_model
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
-from tests.tiny_training import HiddenStates, tiny_config, write_tiny_base
+from tests.tiny_training import HiddenStates, tiny_config
 
 STAGES = (
     "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
     "{stride: 4, steps: 5, clean_weight: auto}]"
 )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 def arguments(base: Path, output: Path, **changes: object) -> list[str]:

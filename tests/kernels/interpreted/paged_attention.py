@@ -197,50 +197,6 @@ def test_tiny_steps(sequences: list[list[Row]], padding: int) -> None:
     check(case)
 
 
-@pytest.mark.sweep_but(1)
-@pytest.mark.parametrize(("seed", "tunables"), [(0, TINY), (1, FIXED), (0, replace(FIXED, max_parts=9))])
-def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
-    case = build(
-        random_sequences(random.Random(seed), maximum=9, longest=300, chunk=90),
-        SMALL,
-        padding=seed,
-        spare_rows=seed,
-    )
-    plan = plan_of(case, tunables)
-    rows, tiles = case.rows, plan.tiles[plan.tiles[:, 2] > 0].tolist()
-    fed = [row for tile in tiles for row in range(tile[1], tile[1] + tile[2])]
-    assert fed == list(range(rows.own_slots_R.shape[0]))
-    items = [item for item in plan.items.tolist() if item[2] > 0]
-    assert [item[14] for item in items] == sorted(item[14] for item in items)
-    sums = [record[20:24] for record in plan.tiles.tolist() if record[20] > 0]
-    parts = [part for _, _, first, number in sums for part in range(first, first + number)]
-    assert parts == list(range(len(parts))) and len(parts) <= plan.parts.sums.numel() // (2 * 2 * 16)
-    assert len(sums) <= plan.num_split, "what the second kernel adds"
-    sum_of = {row: (count, first, number) for count, row, first, number in sums}
-    for t, tile in enumerate(tiles):
-        b, row, count, num_below, branch_block, end_block = tile[:6]
-        mine = [item for item in items if item[14] == t]
-        assert mine and all(item[:10] == tile[:10] and item[15] == len(mine) for item in mine)
-        assert (row in sum_of) == (len(mine) > 1)
-        added, first, number = sum_of.get(row, (count, 0, 0))
-        assert added == count
-        shares = [index for item in mine for index in range(item[10], item[11])]
-        length = num_below + end_block - branch_block
-        if tunables.split_slots:
-            assert shares == list(range(planning.max_fixed_splits(tunables, end_block * tunables.block_n)))
-            written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
-        else:
-            assert shares == list(range(length))
-            written = [item[16] for item in mine]
-        assert len(mine) == 1 or written == list(range(first, first + number))
-        if b < rows.cu_rows.numel() - 1:
-            visible_ms, _ = visible(rows, b)
-            seen_s = visible_ms[row - int(rows.cu_rows[b]) :][:count].any(dim=0).nonzero()[:, 0]
-            walked = {*range(num_below), *range(branch_block, end_block)}
-            seen = {slot // tunables.block_n for slot in seen_s.tolist()}
-            assert walked == ({*range(max(seen) + 1)} if tunables.split_slots else seen)
-
-
 def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     """A product whose rows do not depend on their position, as on a GPU and unlike BLAS."""
     product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32), optimize=False)
