@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def compact_reference(
     rows: Sequence[tuple[list[int], list[int]]],
     *,
-    kept: set[int],
+    retained: set[int],
     needs_all: list[bool],
     waits: list[bool],
     scheduled: list[int] | None,
@@ -20,13 +20,13 @@ def compact_reference(
     """The numbers of the rows that each sequence goes on with, which sequences wait, and how many rows each
     asked for.
 
-    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that remain;
+    `rows`: of each sequence the rows before its block and those of the block; `retained`: rows that remain;
     `size` of a block; `drops_stored`: the block before may lose rows as well."""
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
-        remains = [row for row in block if needs_all[b] or row in kept]
+        remains = [row for row in block if needs_all[b] or row in retained]
         if drops_stored:
-            before = before[:-size] + [row for row in before[-size:] if row in kept]
+            before = before[:-size] + [row for row in before[-size:] if row in retained]
         num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
         left.append((before[:num_scheduled], before[num_scheduled:] + remains))
         needs.append(len(left[-1][1]))
