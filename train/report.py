@@ -15,8 +15,9 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
 from idlm.log import num_processes
+from idlm.text.markdown import table
 from idlm.train.checkpoint.export import stage_directory
-from idlm.train.checkpoint.model_card import drafts_table, run_facts, table
+from idlm.train.checkpoint.model_card import drafts_table, run_facts
 from idlm.train.checkpoint.resume import REPORT_FILE, RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.progress import (
@@ -32,7 +33,7 @@ from idlm.train.planning.state import size_text
 from idlm.train.prepare import Prepared, data_report
 
 PLOT_FOLDER = "report"
-LOSS_PLOT = "losses.png"
+LOSS_PLOT, CONVERSION_PLOT = "losses.png", "conversion.svg"
 HELD_OUT, TRAINED = "held-out prompts", "prompts that were trained on"
 
 
@@ -57,12 +58,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """Samples and measurements; `problem`: why there are none, `origin`: what the prompts are."""
+    """Samples and measurements; `problem`: why there are none, `origin`: what the prompts are,
+    `conversion`: what changed since the base, with a `text` of Markdown and a figure to `draw`."""
 
     samples: tuple[SampleText, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     problem: str = ""
     origin: str = HELD_OUT
+    conversion: Any = None
 
 
 Sampler = Callable[[Path, int], SampleReport]
@@ -128,7 +131,11 @@ def write_report(
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
     summary = [*facts.items(), *_measured(metrics, estimate)]
     evaluations = [record for record in records if EVALUATION in record]
-    parts = ["# Training report", table(("what", "value"), summary), *_held_out_parts(evaluations)]
+    parts = ["# Training report", table(("what", "value"), summary)]
+    if samples is not None and samples.conversion is not None:
+        samples.conversion.draw(directory / PLOT_FOLDER / CONVERSION_PLOT)
+        parts += [samples.conversion.text(), f"![What changed]({PLOT_FOLDER}/{CONVERSION_PLOT})"]
+    parts += _held_out_parts(evaluations)
     for title, name in plots:
         parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
     if samples is not None:

@@ -4,6 +4,7 @@ This is the only module of training that imports the engine."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,15 @@ from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory, is_out_of_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
-from idlm.train.data.base import CORRECT, JudgedSource, make_encoder, open_source
+from idlm.text.tokenizer import load_tokenizer
+from idlm.train.data.base import CORRECT, JudgedSource, Source, make_encoder, open_source
 from idlm.train.data.packing import held_out_flags
 from idlm.train.prepare import run_date, separate_data
 from idlm.train.report import HELD_OUT, TRAINED, Measurement, Sampler, SampleReport, SampleText
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
+    from idlm.infer.evaluation.conversion import Conversion
     from idlm.train.config.schema import TrainConfig
 
 SAMPLE_TOKENS = 512
@@ -73,30 +76,55 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
         # The next decoder's engine needs the memory of this one.
         del engine, judge
         free_cached_memory()
-    return SampleReport(samples=tuple(texts), measurements=tuple(measurements), origin=origin)
+    # Evaluations decode weights that are not published.
+    found = _conversion(config, directory) if directory == Path(config.output_dir) else None
+    return SampleReport(
+        samples=tuple(texts), measurements=tuple(measurements), origin=origin, conversion=found
+    )
 
 
 def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None], str]:
     """Return the prompts, a judge `(index, answer) -> verdict or None`, and what the prompts are."""
+    source, indices, origin = _held_out(config, engine.tokenizer, num_samples)
+    if isinstance(source, JudgedSource):
+        return [source.question(index) for index in indices], source.verdict, origin
+    samples = [source.sample(index) for index in indices]
+    prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
+    return prompts, lambda index, answer: None, origin
+
+
+def _held_out(config: TrainConfig, tokenizer: Any, num_samples: int) -> tuple[Source, list[int], str]:
+    """Return a source, the first of its samples that did not train, and what these are."""
     separate = separate_data(config)
     data = config.data if separate is None else separate
-    encoder = make_encoder(data, engine.tokenizer, None, date=run_date(config))
+    encoder = make_encoder(data, tokenizer, None, date=run_date(config))
     source = open_source(data, encoder, output_dir=config.output_dir)
     given = config.eval.path or config.eval.split
     flags, origin = None, HELD_OUT if given is None else f"prompts of {given}"
     if separate is None:
         flags = held_out_flags(config.eval, source, seed=data.seed)
         origin = TRAINED if flags is None else HELD_OUT
-    indices = (
-        range(num_samples)[: source.num_samples] if flags is None else np.flatnonzero(flags)[:num_samples]
-    )
-    if isinstance(source, JudgedSource):
-        return [source.question(index) for index in indices], source.verdict, origin
-    samples = [source.sample(int(index)) for index in indices]
-    prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
-    return prompts, lambda index, answer: None, origin
+    if flags is None:
+        return source, [*range(num_samples)[: source.num_samples]], origin
+    return source, np.flatnonzero(flags)[:num_samples].tolist(), origin
+
+
+def _conversion(config: TrainConfig, directory: Path) -> Conversion | None:
+    """What the run changed since its base, on held-out samples; None for new weights."""
+    from idlm.infer.cli.config import EngineArguments
+    from idlm.infer.evaluation.conversion import MAX_ANSWERS, measure_conversion
+
+    if config.model.path is None or Semantics.load(directory).causality != "causal":
+        return None
+    settings = {"device": config.train.device}
+    own = EngineArguments(model=str(directory), decoder=None, settings=settings, options={})
+    base = dataclasses.replace(own, model=config.model.path, decoder="ar")
+    source, indices, origin = _held_out(config, load_tokenizer(directory), MAX_ANSWERS)
+    samples = map(source.sample, indices)
+    answers = [(one.token_ids.tolist(), (np.flatnonzero(one.supervised[1:]) + 1).tolist()) for one in samples]
+    return measure_conversion(base, own, answers, origin=f"answers to {origin}", max_tokens=SAMPLE_TOKENS)
 
 
 def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:

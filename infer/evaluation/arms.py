@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import sqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from idlm.config.compose import parse_value
@@ -17,16 +21,23 @@ from idlm.semantics import Semantics
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
 
+
 AUTO = "auto"
 T = TypeVar("T")
 
 
+def sum_columns(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*rows, fillvalue=0)))
+
+
 class Arm(NamedTuple):
-    """What is compared with: its name in the table, a decoder and the options of that decoder."""
+    """What is compared with: its name in the table, a decoder and the options of that decoder, and the
+    checkpoint (None: the compared one)."""
 
     name: str
     decoder: str
     options: dict[str, Any]
+    model: str | None = None
 
     def with_decoder(self, decoder: str, options: dict[str, Any]) -> Arm:
         """Itself, with the options of the compared decoder that apply to a baseline."""
@@ -41,10 +52,11 @@ class Arm(NamedTuple):
         return self.name == decoder or (decoder, given) == (self.decoder, own)
 
     def arguments(self, compared: EngineArguments) -> EngineArguments:
+        given = {} if self.model is None else {"base": None, "mask_token_id": None}
         return EngineArguments(
-            model=compared.model,
+            model=self.model or compared.model,
             decoder=self.decoder,
-            settings=compared.settings | {"accelerators": {}},
+            settings=compared.settings | {"accelerators": {}} | given,
             options=self.options,
         )
 
@@ -74,12 +86,18 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
 
 
 def read_arms(texts: Sequence[str]) -> list[Arm]:
-    """The decoders of `compare=`: `NAME`, or `NAME:option:value` with any number of options. UserError
-    IDLM-0484 for another form or two of one name, IDLM-0102 for an unknown decoder."""
+    """The decoders of `compare=`: `NAME`, or `NAME:option:value` with any number of options; and checkpoints,
+    by their paths, decoded by AR. UserError IDLM-0484 for another form or two of one name, IDLM-0102 for an
+    unknown decoder, IDLM-0600 for a path without a checkpoint."""
     from idlm.infer.decoders.base import DECODERS
+    from idlm.infer.models.loader import checkpoint_directory
 
     arms = []
     for text in texts:
+        if os.sep in text or (Path(text).is_dir() and text not in DECODERS.names()):
+            checkpoint_directory(path := Path(text).expanduser())
+            arms.append(Arm(text, "ar", {}, str(path)))
+            continue
         name, *parts = text.split(":")
         if len(parts) % 2 or texts.count(text) > 1:
             raise UserError(
@@ -117,7 +135,7 @@ def run_arms(
     results = {name: own} if base is None else {base.name: use(base), name: own}
     for arm in arms:
         # One that has the compared decoder also has its other options.
-        kept = arguments.options if arm.decoder == name else {}
+        kept = arguments.options if arm.decoder == name and arm.model is None else {}
         results[arm.name] = use(arm._replace(options=kept | arm.options))
     return results
 
@@ -134,3 +152,40 @@ def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
     del engine
     free_cached_memory()
     return result
+
+
+Z95 = 1.959963984540054
+
+
+class Interval(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+def share_interval(scores: Sequence[float]) -> Interval:
+    """Wilson's interval of the mean of scores in [0, 1]; those between vary less than it allows for."""
+    n, value = len(scores), sum(scores) / len(scores)
+    scale = 1 + Z95**2 / n
+    middle = (value + Z95**2 / (2 * n)) / scale
+    half = Z95 / scale * sqrt(value * (1 - value) / n + Z95**2 / (4 * n**2))
+    return Interval(value, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def difference_line(
+    name: str, first: str, scores: Sequence[float], others: Sequence[float], *, what: str, of: str
+) -> str:
+    """The `paired_difference` of two decoders in the metric `what`, over prompts or other pairs (`of`)."""
+    gap = paired_difference(scores, others)
+    interval = f"95% interval {gap.low:+.3f} to {gap.high:+.3f}"
+    return f"{name} - {first}: {gap.value:+.3f} in {what}, {interval}, {len(scores)} {of} in pairs"
+
+
+def paired_difference(scores: Sequence[float], others: Sequence[float]) -> Interval:
+    """The mean of `scores - others`, after Agresti and Min (2005): two prompts more, half a one better and
+    half a one worse, so that few prompts do not give an interval of width 0."""
+    differences = [score - other for score, other in zip(scores, others, strict=True)]
+    n, total = len(differences) + 2, sum(differences)
+    middle = total / n
+    half = Z95 * sqrt(((sum(each**2 for each in differences) + 1) / n - middle**2) / n)
+    return Interval(total / len(differences), max(-1.0, middle - half), min(1.0, middle + half))

@@ -44,7 +44,11 @@ class EvaluateConfig(EngineSettings):
         "block-causal checkpoint), null is none",
         "auto",
     )
-    compare: list[str] = option("more decoders, each with options: NAME:OPTION:VALUE", [])
+    compare: list[str] = option(
+        "more decoders, each with options: NAME:OPTION:VALUE; a path is the checkpoint's base: how far "
+        "conversion moved from it follows the table",
+        [],
+    )
     output: str | None = option(
         "JSON lines with every completion and whether it is correct", None, is_path=True
     )

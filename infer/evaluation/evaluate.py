@@ -7,16 +7,15 @@ Modules that import torch are imported inside functions, so that help and config
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
@@ -24,9 +23,8 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
-from idlm.infer.evaluation.arms import AUTO, read_arms, run_arms
+from idlm.infer.evaluation.arms import AUTO, difference_line, read_arms, run_arms, share_interval, sum_columns
 from idlm.infer.evaluation.config import EvaluateConfig
-from idlm.infer.evaluation.statistics import difference_line, share_interval
 
 if TYPE_CHECKING:
     from idlm.infer.cli.batch import AnswerProgress
@@ -72,7 +70,25 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
+    for arm in read_arms(config.compare):
+        if arm.model is not None:
+            _print_conversion(arm.arguments(arguments), arguments, config, results[arm.name])
     return int(any(result.num_failed for result in results.values()))
+
+
+def _print_conversion(
+    base: EngineArguments, own: EngineArguments, config: EvaluateConfig, evaluation: Evaluation
+) -> None:
+    """What changed since the base, by the base's own `evaluation`."""
+    from idlm.infer.evaluation.conversion import measure_conversion
+
+    answers = []
+    for index, done in enumerate(evaluation.completions):
+        prompt = evaluation.prompts[index // config.sampling.n]
+        answers.append(([*prompt, *done.token_ids], range(len(prompt), len(prompt) + len(done.token_ids))))
+    origin = f"its own answers to {config.task} at temperature {config.sampling.temperature:g}"
+    found = measure_conversion(base, own, answers, origin=origin, max_tokens=config.sampling.max_tokens)
+    print("\nThe checkpoint has no clean rows: it is not causal." if found is None else f"\n{found.text()}")
 
 
 def load_task(config: EvaluateConfig) -> Task | FileTask:
@@ -150,9 +166,11 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Figures of one engine on one set of prompts. Failed answers count as wrong; `seconds` is wall time."""
+    """Figures of one engine on one set of prompts. Failed answers count as wrong; `seconds` is wall time,
+    `prompts` are token ids."""
 
     num_prompts: int
+    prompts: Sequence[Any] = ()
     exact_match: float
     num_tokens: int
     num_forwards: int
@@ -234,12 +252,13 @@ def evaluate(
         warnings.warn(f"decoder {engine.decoder.name}: {failed}; the first: {errors[0]}", stacklevel=2)
     return Evaluation(
         num_prompts=len(samples),
+        prompts=encoded,
         exact_match=sum(verdict.correct for verdict in verdicts) / len(verdicts),
         num_tokens=sum(len(done.token_ids) for done in completions),
         num_forwards=sum(done.num_forwards for done in completions),
         num_prompt_passes=sum(bool(done.token_ids) for done in completions),
-        accepted_by_position=_sum_columns(done.accepted_by_position for done in completions),
-        tested_by_position=_sum_columns(done.tested_by_position for done in completions),
+        accepted_by_position=sum_columns(done.accepted_by_position for done in completions),
+        tested_by_position=sum_columns(done.tested_by_position for done in completions),
         seconds=seconds,
         exactness=completions[0].exactness,
         completions=tuple(completions),
@@ -252,10 +271,6 @@ def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Grade:
     if done.error is None:
         return verdict
     return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)
-
-
-def _sum_columns(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(sum, itertools.zip_longest(*rows, fillvalue=0)))
 
 
 if __name__ == "__main__":

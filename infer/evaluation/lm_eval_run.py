@@ -14,10 +14,9 @@ from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.output import answer_file
 from idlm.infer.engine import Engine
-from idlm.infer.evaluation.arms import run_arms
+from idlm.infer.evaluation.arms import difference_line, run_arms, share_interval
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.requests import EngineRequests
-from idlm.infer.evaluation.statistics import difference_line, share_interval
 
 Scores = dict[tuple[str, str], list[float]]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from idlm.checkpoint import LICENSE
+from idlm.text.markdown import table
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.data.checks import DataReport
 from idlm.train.distributed.deepspeed import num_parameters, num_trained_parameters
@@ -218,10 +219,3 @@ def drafts_table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapp
         lines.append([*map(str, key), *cells, *drafts, *["-"] * (num_drafts - len(drafts))])
     drafts = [f"draft {index + 1}" for index in range(num_drafts)]
     return table(["stage", "stride", "step", *header, *drafts], lines)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(
-        [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
-    )

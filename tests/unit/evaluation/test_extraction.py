@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from idlm.errors import UserError
+from idlm.infer.evaluation.arms import paired_difference, share_interval
 from idlm.infer.evaluation.extraction import boxed, function_block, same_answer, strip_thinking
 from idlm.infer.evaluation.mathematics import equality
-from idlm.infer.evaluation.statistics import paired_difference, share_interval
 
 
 @pytest.mark.parametrize(
