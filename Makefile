@@ -1,5 +1,6 @@
 # The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
+#   make chat   fetches SmolLM2-135M (90 MB, once) and opens idlm-chat with it
 #   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make docs   the documentation as a site, in site/
@@ -38,11 +39,20 @@ DECIDING = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep 
 # first and alone (5: a part has none).
 GPU_WORKERS ?= 8
 
-.PHONY: demo test test-all types run-tests gpu-test docs format clean
+.PHONY: demo chat test test-all types run-tests gpu-test docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
 	$(RUN) -m benchmarks.demo
+
+# With a gated LoRA that drafts for it, if one is there; alone it decodes token by token.
+SMOLLM2 := outputs/smollm2_base
+ADAPTER = $(firstword $(wildcard recipes/assets/smollm2_lora outputs/smollm2_lora))
+chat: $(VENV)/.demo-$(KEY) | $(SMOLLM2)/config.json
+	@$(RUN) -m idlm.infer.clients.chat $(if $(ADAPTER),model=$(ADAPTER) base=$(SMOLLM2),model=$(SMOLLM2))
+
+$(SMOLLM2)/config.json: | $(VENV)/.demo-$(KEY)
+	@$(RUN) recipes/smollm2.py $(SMOLLM2)
 
 test: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check .

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "/reset": "start over; the system prompt stays",
     "/system TEXT": "set the system prompt; without a text there is none",
     "/set NAME=VALUE": "change a sampling setting (temperature=0); alone it shows all",
+    "/compare": "give the last turn to decoder=ar too, one token per pass, and compare the speed",
     "/help": "show these lines; a turn with a slash first needs a space before it",
     "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer, of which the text so far stays",
 }
@@ -55,7 +56,10 @@ def chat(arguments: list[str]) -> int:
 
 def _answerer(config: ChatConfig, arguments: EngineArguments) -> EngineAnswerer | ServerAnswerer:
     if config.url is None:
-        return EngineAnswerer(arguments.load(is_shown=config.stats))
+        # One turn is answered at a time; that leaves memory for a second engine (/compare).
+        settings = arguments.settings | {"max_num_seqs": config.max_num_seqs or 1}
+        arguments = dataclasses.replace(arguments, settings=settings)
+        return EngineAnswerer(arguments.load(is_shown=config.stats), arguments)
     from idlm.infer.clients.http import Server, ServerAnswerer
 
     return ServerAnswerer(Server(config.url, api_key=config.api_key, model=config.model))
@@ -64,7 +68,7 @@ def _answerer(config: ChatConfig, arguments: EngineArguments) -> EngineAnswerer 
 class EngineAnswerer:
     """An engine of this process. Raises UserError IDLM-0215 without a chat template."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, arguments: EngineArguments | None = None) -> None:
         require_tokenizer(engine.tokenizer, "a chat")
         if not engine.tokenizer.chat_template:
             raise UserError(
@@ -73,6 +77,17 @@ class EngineAnswerer:
                 fix="add chat_template to tokenizer_config.json, or complete text with idlm-generate -p",
             )
         self._engine, self.name = engine, f"{engine_name(engine)}, {engine.exactness}"
+        self._arguments = arguments
+
+    def by_ar(self, messages: list[dict[str, str]]) -> EngineAnswerer | None:
+        """The same checkpoint decoded by AR; None if it is already."""
+        if self._arguments is None or self._engine.decoder.name == "ar":
+            return None
+        arguments = dataclasses.replace(self._arguments, decoder="ar", options={})
+        made = EngineAnswerer(arguments.load(), arguments)
+        # The first answer of an engine takes longer, and does not count.
+        list(made.answer(messages, SamplingParams(max_tokens=4), ()))
+        return made
 
     def check_system(self, system: str | None) -> None:
         """Raise UserError IDLM-0458 for a system prompt that the chat template cannot honour."""
@@ -108,6 +123,7 @@ class Chat:
         self._answerer, self._view, self._params, self._system = answerer, view, params, system
         self._messages: list[dict[str, str]] = []
         self._was_set: set[str] = set()
+        self._ar: EngineAnswerer | None = None
 
     def run(self) -> int:
         """Read lines until the input ends or one is /exit; returns the exit status."""
@@ -136,17 +152,33 @@ class Chat:
     def _turn(self, text: str) -> None:
         """Answer one turn. A part of an answer stays when it is stopped; a turn without any is forgotten."""
         check_text("this turn", text)
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        sent = [*self._messages, {"role": "user", "content": text}]
-        answer = ""
-        pieces = self._answerer.answer([*system, *sent], self._params, self._was_set)
+        sent, answer = [*self._messages, {"role": "user", "content": text}], ""
         try:
-            with unechoed(), closing(pieces):
-                for text_so_far in self._view.show(pieces):
-                    answer = text_so_far
+            for text_so_far in self._shown(self._answerer, sent):
+                answer = text_so_far
         finally:
             if answer:
                 self._messages = [*sent, {"role": "assistant", "content": answer}]
+
+    def _shown(self, answerer: EngineAnswerer | ServerAnswerer, sent: list[dict[str, str]]) -> Iterator[str]:
+        """Show the answer to the messages; yields all of it so far after each piece."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        pieces = answerer.answer([*system, *sent], self._params, self._was_set)
+        with unechoed(), closing(pieces):
+            yield from self._view.show(pieces)
+
+    def _compare(self) -> None:
+        """Answer the last turn by AR as well; the conversation stays as it is."""
+        sent = self._messages[:-1]
+        if sent and self._ar is None and isinstance(self._answerer, EngineAnswerer):
+            self._ar = self._answerer.by_ar(sent)
+        if not sent or self._ar is None:
+            what = "/compare needs an answer by a decoder of this process other than ar"
+            raise UserError("IDLM-0714", what, fix="start with model= and decoder=isd, and give a turn first")
+        first = self._view.figures
+        list(self._shown(self._ar, sent))
+        ratio = first.speed / self._view.figures.speed
+        self._view.note(f"{self._answerer.name}: {ratio:.2f} times the speed of ar")
 
     def _command(self, name: str, text: str) -> None:
         """A line that begins with a slash. Raises UserError for what it cannot do."""
@@ -161,6 +193,8 @@ class Chat:
                 self._view.note("the system prompt is set" if system else "there is no system prompt")
             case "/set":
                 self._set(text.strip())
+            case "/compare":
+                self._compare()
             case "/help":
                 self._view.note("\n".join(f"{usage:<16} {what}" for usage, what in COMMANDS.items()))
             case _:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import termios
 import time
@@ -41,23 +42,28 @@ class AnswerFigures:
     num_pieces: int = 0
     last: Chunk = Chunk("")
     start: float = field(default_factory=time.perf_counter)
+    seconds: float = math.inf
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second; 0 if they are not counted."""
+        return (self.num_tokens or 0) / self.seconds
 
     def add(self, piece: Chunk) -> None:
         counted = self.num_tokens is not None and piece.num_tokens is not None
         self.num_tokens = (self.num_tokens or 0) + (piece.num_tokens or 0) if counted else None
         self.num_pieces += 1
-        self.last = piece
+        self.last, self.seconds = piece, time.perf_counter() - self.start
 
     def line(self) -> str:
         """The status line. Until a server reports how many passes there were, each piece counts as one."""
-        seconds = time.perf_counter() - self.start
         if self.num_tokens is None:
-            return f"{self.num_pieces} chunks  {self.num_pieces / seconds:.0f} chunks/s"
+            return f"{self.num_pieces} chunks  {self.num_pieces / self.seconds:.0f} chunks/s"
         num_forwards = self.last.num_forwards or self.num_pieces or 1
         parts = [f"{self.num_tokens} tokens", f"{self.num_tokens / num_forwards:.2f} tokens/forward"]
         if self.last.num_tested and self.last.num_accepted is not None:
             parts.append(f"acceptance {self.last.num_accepted / self.last.num_tested:.2f}")
-        return "  ".join([*parts, f"{self.num_tokens / seconds:.0f} tokens/s"])
+        return "  ".join([*parts, f"{self.speed:.0f} tokens/s"])
 
 
 class PlainView:
@@ -77,7 +83,7 @@ class PlainView:
 
     def show(self, pieces: Iterable[Chunk]) -> Iterator[str]:
         """Show an answer as it comes; yields all of it so far after each piece."""
-        figures, text = AnswerFigures(), ""
+        self.figures, text = (figures := AnswerFigures()), ""
         try:
             for piece in pieces:
                 figures.add(piece)
@@ -111,7 +117,7 @@ class TerminalView:
         return input("> ")
 
     def show(self, pieces: Iterable[Chunk]) -> Iterator[str]:
-        figures, text, tail = AnswerFigures(), "", Text()
+        self.figures, text, tail = (figures := AnswerFigures()), "", Text()
         console, styles = self._console, itertools.cycle(STYLES)
         try:
             with Live(

@@ -167,6 +167,23 @@ def test_a_chat_through_pipes(
     assert chat([f"url={server.url}"]) == 1
 
 
+def test_a_chat_gives_its_last_turn_to_ar_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Client
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n/compare\nHow many?\n/compare\n"))
+    assert chat([*ENGINE, *SHORT]) == 0
+    captured = capsys.readouterr()
+    first, again, second, last = captured.out.splitlines()
+    assert first == again == expected(PROMPT).text
+    assert second == last == expected(PROMPT, first, "How many?").text
+    assert captured.err.count(" times the speed of ar") == 2
+    assert captured.err.count("1.00 tokens/forward") >= 2
+    for where, lines in ((ENGINE, "/compare\n"), ([f"url={server.url}"], f"{PROMPT}\n/compare\n")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        assert chat([*where, *SHORT]) == 1
+        assert "IDLM-0714" in capsys.readouterr().err
+
+
 def test_bench_measures_ar_first_and_compares_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
