@@ -185,7 +185,9 @@ def _check_chunks(template: PassTemplate, used: dict[str, list[int]]) -> None:
     for name, positions in used.items():
         size, (loop, *others) = template.tensors[name], {template.ops[each].loop for each in positions}
         is_fine = loop is not None and not others and (loop.chunks, loop.rows) == (size.chunks, size.rows)
-        assert size.chunks is None or is_fine, f"{template.name}: {name} has chunks of {size} beside {loop}"
+        assert size.chunks is None or is_fine, (
+            f"{template.name}: {name} has chunks of {size} in the loop {loop}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
