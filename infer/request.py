@@ -21,8 +21,8 @@ MAX_RECENT_DRAFTS = 256
 
 
 class QueueOrder(NamedTuple):
-    """Whose a request is. Of one client's requests those with the lowest `priority` come first. `call`: that
-    of the client, which may have several prompts with several answers each."""
+    """The client of a request, and its order there: lowest `priority` first. `call`: one call of the client,
+    which may have several prompts with several answers each."""
 
     client: str = ""
     priority: int = 0

@@ -85,7 +85,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of `device` that are free, and all of them; of a CPU all count as free."""
+    """(free, total) bytes of `device`; the memory of a CPU counts as free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total

@@ -65,7 +65,7 @@ ASSUMED_BYTES_PER_SECOND = 200e6
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The arguments of the Trainer, to be kept alive: ZeRO-3 reads them. Opens the process group."""
+    """The arguments of the Trainer; hold a reference, because ZeRO-3 reads them. Opens the process group."""
     from transformers import TrainingArguments
     from transformers.utils.logging import disable_progress_bar
 

@@ -69,7 +69,7 @@ class EngineArm:
 
 
 def to_greedy(done: Completion) -> Greedy:
-    """The answer of a request for two log-probabilities a token."""
+    """Token ids of a completion with `logprobs=2`, and the margin of each over the second likeliest."""
     assert done.logprobs is not None
     return Greedy(done.token_ids, tuple(_margin(token.top.values()) for token in done.logprobs))
 

@@ -73,8 +73,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def num_rows(self, mode: int, max_length: int) -> int:
-        """Decoding rows of a sequence of at most `max_length` tokens. A constant, or the length of a
-        canvas."""
+        """Number of decoding rows of a sequence of at most `max_length` tokens: constant, or a canvas."""
 
     def num_canvases(self, params: SamplingParams) -> int:
         """Copies of a request's tokens that a pass feeds, each of `num_rows` rows in slots of its own."""

@@ -319,7 +319,7 @@ class Entropy(MaskgitPlus):
 
 @ORDERS.register("origin")
 class Origin(Random):
-    """Every mask flips with the same chance: the reverse process of the diffusion itself."""
+    """Decides every mask with the same probability: the reverse process of the diffusion."""
 
     flips: ClassVar[bool] = True
 

@@ -281,7 +281,8 @@ Arena = PlainArena | MappedArena
 
 
 def open_arena(kind: str, device: torch.device) -> Arena:
-    """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work.
+    """Return an empty arena of a kind; MAPPED falls back to PLAIN, with a log message, where it is not
+    supported.
 
     AUTO is MAPPED on a GPU: 200 requests of 1K to 64K spent 1.5 % of their time on resizing, with PLAIN 3.3 %
     (LLaDA-8B with 2 layers, H200)."""

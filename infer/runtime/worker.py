@@ -39,7 +39,7 @@ class Worker:
         """Raise UserError if a rank has died, so that launched steps never finish. Without ranks: never."""
 
     def capture_missed(self) -> bool:
-        """See `StaticStep.capture_missed`; ranks that share a model do not. Without memory for it none is."""
+        """See `StaticStep.capture_missed`; False if memory is short, and on ranks that share a model."""
         step = self.parts.step
         try:
             return isinstance(step, StaticStep) and step.captures and step.capture_missed()

@@ -37,7 +37,7 @@ TOO_MUCH = f"it takes more than {RENDER_SECONDS:g} s or {MEMORY_BYTES >> 30} GiB
 
 
 class TemplateProcess:
-    """The process as the front end sees it. One thread uses it at a time; `close` may come from another."""
+    """The front end's side of a process. One thread uses it at a time; `close` may come from another."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

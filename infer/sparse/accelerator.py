@@ -295,7 +295,7 @@ class BlockMemory:
         return self.starts_Z[view.plan.lanes_B] == view.active.starts_B
 
     def claim(self, view: PassView, is_claimed_B: Tensor) -> None:
-        """Mark the state of some sequences (bool) as that of their active blocks."""
+        """Mark the state of sequences `is_claimed_B` (bool [B]) as that of their active blocks."""
         lanes_B = view.plan.lanes_B
         self.starts_Z[lanes_B] = torch.where(is_claimed_B, view.active.starts_B, self.starts_Z[lanes_B])
 

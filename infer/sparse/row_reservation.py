@@ -61,19 +61,19 @@ class RowCounts:
 
 
 class LateCounts:
-    """Remembers the rows per decoding sequence that passes needed."""
+    """Rows per decoding sequence that recent passes needed, and the number to reserve."""
 
     def __init__(self, margin: float = MARGIN) -> None:
         self.margin, self._chosen = margin, 0.0
         self._needed: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
-        """Note the rows that sequences of a finished pass needed. 0: the decoder does not count them."""
+        """Record the rows that sequences of a finished pass needed. 0: the decoder does not count them."""
         if num_rows:
             self._needed.append(num_rows / num_sequences)
 
     def choose(self, num_sequences: int) -> int | None:
-        """Rows to reserve for as many sequences; None (all) before there is anything to go by."""
+        """Rows to reserve for as many sequences; None (all) until `MIN_PASSES` passes were observed."""
         count = len(self._needed)
         if count < MIN_PASSES:
             return None

@@ -63,11 +63,11 @@ class KVWritePolicy:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Known tokens that a decoding pass feeds and the next one stores for good."""
+        """Number of known tokens that a decoding pass feeds, and that the next pass stores finally."""
         return int(self.kind == "append")
 
     def num_computable(self, num_known: int) -> int:
-        """How many of `num_known` tokens are stored before a pass decodes, or by it."""
+        """Of `num_known` tokens, the number that is stored before a pass decodes, or by it."""
         return 0 if self.kind == "none" else num_known // self.block_size * self.block_size
 
     def num_reusable(self, num_known: int) -> int:

@@ -53,7 +53,7 @@ def positions_of(
 
 @triton.jit
 def store_wanted(wanted_IX, number_BW, X, i, lanes, mine, rows, w, SIZE: tl.constexpr):
-    """The wanted rows of sequence `i`, from number `first` on; padding too if it is the last with room."""
+    """Store the wanted rows of sequence `i`, numbered from `first`; the last sequence stores padding too."""
     lane, first_lane = lanes
     first, num, is_due, waits, is_last = mine
     is_wanted = is_due & (waits == 0)

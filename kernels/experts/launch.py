@@ -232,7 +232,9 @@ def grouped(
     pdl: bool,
     gated: bool,
 ) -> None:
-    """Write one grouped product into `y`."""
+    """Write x @ weight[e].T for the experts e of each pair into `y` [pairs, OUT], in place.
+
+    x [R or pairs, IN], weight [E, OUT or 2 OUT, IN]; `gated`: gate and up rows, and y = silu(gate) * up."""
     IN, OUT = x.shape[1], y.shape[1]
     num = experts_RC.numel() if plan is None else len(plan[0])
     block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))

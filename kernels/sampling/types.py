@@ -116,8 +116,8 @@ Drafts = DraftProbs | PlainDraftProbs
 
 
 class LayoutTables(NamedTuple):
-    """Number of drafts of each layout; and after `a` accepted drafts, the rows (relative to the sequence's
-    first, or -1) that the next drafts are drawn from, and the next layout. int64."""
+    """Of each layout Y, int64: its number of drafts; and after A accepted drafts, the rows (relative to the
+    sequence's first, or -1) that the next drafts J are drawn from, and the next layout."""
 
     num_drafts_Y: Tensor
     draft_rows_YAJ: Tensor

@@ -168,7 +168,7 @@ def open_communication() -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any] | str:
-    """The content of a file, or what is wrong with it as a whole."""
+    """The parsed file of `train.deepspeed`, or the problem that makes it unusable."""
     if not path.is_file():
         return f"train.deepspeed={path} is not a file"
     try:

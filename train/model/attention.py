@@ -317,7 +317,7 @@ def flex_attention(
     backend: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """FlexAttention under a BlockMask. Attention dropout is not supported."""
+    """FlexAttention of `heads` [B, N or K, T, H] under a BlockMask. Dropout is not supported."""
     assert mask is not None and dropout == 0.0, f"{mask is None=} {dropout=}"
     query, key, value = _computed_in_one_dtype(*heads)
     output: Tensor = _flex_kernel(query.device.type)(

@@ -323,7 +323,7 @@ class SharedInput:
 
 
 class SharedLinear(nn.Linear):
-    """A linear layer of a group."""
+    """A linear layer whose input other layers share: one product computes all of them."""
 
     shared: SharedInput
     index: int
@@ -333,7 +333,7 @@ class SharedLinear(nn.Linear):
 
 
 class SharedAdaptedLinear(AdaptedLinear):
-    """An adapted layer of a group."""
+    """`SharedLinear` with a gated LoRA."""
 
     shared: SharedInput
     index: int

@@ -177,7 +177,7 @@ def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig
 
 
 def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
-    """Settings that lower the largest term of the memory plan, by what the run needs then."""
+    """Settings that lower the largest term of the memory plan; those that need least memory first."""
     gpus = estimate.setup.world_size
     changes = [(name, run, gpus) for name, run in smaller_runs(config, num_gpus=gpus).items()]
     # Recomputed activations have other names than saved ones: terms are compared by their first word.

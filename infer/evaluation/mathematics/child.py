@@ -29,8 +29,8 @@ SIGNS = str.maketrans({"€": "", "£": "", "¥": "", "°": "^\\circ"})
 
 
 def expressions(answer: str) -> list[Any]:
-    """What math-verify reads in an answer, after what it does not: words are no products of letters, the unit
-    of a number may be any word, spaces group digits, and a percent sign stands outside of the formula."""
+    """Expressions that math-verify parses from an answer. Rewritten first: a text of words (no product of
+    letters), the unit of a number, spaces that group digits, and a percent sign inside the formula."""
     text = re.sub(r"(?<!\\)\\ |(?<!\\)~", " ", answer.strip().removesuffix(".")).translate(SIGNS)
     text = ROOT.sub(r"\1{\2}", SPACE_IN_NUMBER.sub("", text)).replace(r"\varnothing", r"\emptyset")
     if number := NUMBER_AS_TEXT.fullmatch(text):

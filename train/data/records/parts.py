@@ -88,7 +88,7 @@ TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
 
 
 def unusable(problem: str, *, fix: str) -> UserError:
-    """The error about a record; `build.encode` puts its location before the problem."""
+    """UserError IDLM-0202 about a record; `build.encode` puts its location before the problem."""
     return UserError("IDLM-0202", problem, fix=fix)
 
 
@@ -107,7 +107,7 @@ def is_empty(value: Any) -> bool:
 
 
 def parsed(value: Any, name: str, *, fix: str) -> Any:
-    """Return the value of JSON text, any other value as it is."""
+    """Parse JSON text; any other value is returned as it is. UserError IDLM-0202 if it is not valid."""
     if not isinstance(value, str):
         return value
     try:
@@ -119,7 +119,7 @@ def parsed(value: Any, name: str, *, fix: str) -> Any:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return a text, which may be given in parts."""
+    """Return a text, or the joined parts of one. UserError IDLM-0202 for anything that is not text."""
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
     if not isinstance(value, str):
