@@ -92,6 +92,8 @@ $(VENV)/bin/python:
 		{ echo "Python 3.11 or newer is needed; give it as PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "cannot create $(VENV); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@# Without a GPU a CPU wheel from pip's find-links, if there is one, comes before newer ones of an index.
+	@command -v nvidia-smi >/dev/null || $(PIP) --no-index --no-deps torch 2>/dev/null || true
 
 $(VENV)/.demo-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
@@ -114,8 +116,7 @@ $(VENV)/.docs-$(KEY): | $(VENV)/bin/python
 	@$(PIP) $(call cpu_index) -e '.[docs]'
 	@touch $(VENV)/.demo-$(KEY) $@
 
-# Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached. A CPU
-# wheel that pip already has, for example through find-links, is preferred by version order without it.
+# Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached.
 define cpu_index
 $$(if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
 	$(RUN) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \

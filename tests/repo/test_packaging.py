@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from idlm import errors
 
@@ -115,6 +116,22 @@ def test_peft_is_needed_by_tests_alone() -> None:
     sources = [path for name in (*PACKAGED, "benchmarks") for path in (ROOT / name).rglob("*.py")]
     users = [path for path in sources if re.search(r"^\s*(from|import) peft\b", path.read_text(), re.M)]
     assert not users
+
+
+def test_the_image_the_extras_and_the_pages_allow_the_same_versions() -> None:
+    extras = {
+        name: {Requirement(line).name: line for line in lines}
+        for name, lines in PROJECT["optional-dependencies"].items()
+    }
+    for name in ("triton", "deepspeed"):
+        assert extras["gpu"][name] == extras["dev"][name]
+    [torch] = [Requirement(line) for line in PROJECT["dependencies"] if Requirement(line).name == "torch"]
+    [image] = re.findall(r"'torch==([\d.]+)\.\*'", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert torch.specifier.contains(image)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for title, wanted in (("torch", torch), ("Triton", Requirement(extras["gpu"]["triton"]))):
+        first, below = (Version(part.version) for part in sorted(wanted.specifier, key=str, reverse=True))
+        assert f"{title} {first} to {below.major}.{below.minor - 1} " in contributing
 
 
 def test_flash_attention_4_is_an_extra_at_tested_versions() -> None:
