@@ -90,6 +90,7 @@ clean:
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; give it as PYTHON=..."; exit 1; }
+	@echo "Creating $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "cannot create $(VENV); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@# Without a GPU a CPU wheel from pip's find-links, if there is one, comes before newer ones of an index.

@@ -1,6 +1,6 @@
 """A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`; and what stops it.
 
-Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
+Hooks used, checked in transformers 5.17 and 5.24: `get_batch_samples` (sees all micro-batches of an optimizer
 step), `compute_loss`, `training_step`, `create_scheduler`, `_get_train_sampler` and `get_train_dataloader`,
 those for saving in `idlm.train.checkpoint.save`."""
 
