@@ -12,12 +12,12 @@ from idlm.infer.models import weights
 from idlm.infer.models.base import Shards
 from idlm.infer.models.moe import MoeLayer
 from tests.contracts.engines import assert_idle, build_engine, clear_answers, greedy
-from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada2_bare, llada22, sdar_moe
+from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada22, sdar_moe
 from tests.ranks import group_engine, group_of_threads
 from tests.toy import load_model
 
 AS_ON_A_GPU = {"graphs": "on", "num_inflight_steps": 3}
-WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada2_bare": llada2_bare, "llada22": llada22}
+WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada22": llada22}
 
 
 def _prompts() -> list[list[int]]:

@@ -13,6 +13,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from tests.contracts.block.blocks import write_block_toy
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 FAULTS = (
@@ -28,10 +29,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SURVIVOR, VICTIM, EARLIER = [5, 6, 7, 8], [9, 9, 10], [3] * 20
 
 
-def _engine(decoder: str) -> Engine:
+def _engine(decoder: str, directory: Path = TINY) -> Engine:
     options = {"stride": 3, "mask_token_id": 170} if decoder == "isd" else {}
     return Engine.from_pretrained(
-        TINY, decoder, device="cpu", dtype="float32", max_num_seqs=3, max_length=64, **options
+        directory, decoder, device="cpu", dtype="float32", max_num_seqs=3, max_length=64, **options
     )
 
 
@@ -59,9 +60,11 @@ def _drain(engine: Engine) -> dict[str, Completion]:
 
 @pytest.mark.sweep_but("ar")
 @pytest.mark.filterwarnings("ignore:stride 3")
-@pytest.mark.parametrize("decoder", ["ar", "isd"])
-def test_others_answer_as_if_it_had_not_happened(monkeypatch: pytest.MonkeyPatch, decoder: str) -> None:
-    engine = _engine(decoder)
+@pytest.mark.parametrize("decoder", ["ar", "isd", "block"])
+def test_others_answer_as_if_it_had_not_happened(
+    monkeypatch: pytest.MonkeyPatch, decoder: str, tmp_path: Path
+) -> None:
+    engine = _engine(decoder, write_block_toy(tmp_path, shifted=False) if decoder == "block" else TINY)
     [expected, *_] = engine.generate([SURVIVOR, EARLIER, EARLIER], GREEDY)
     for passes_before, (part, name, before) in itertools.product((0, 2), FAULTS):
         engine.add_request("survivor", SURVIVOR, GREEDY)
@@ -84,6 +87,8 @@ def test_an_id_whose_answer_was_not_read_stays_in_use() -> None:
     with pytest.raises(UserError, match="IDLM-0409"):
         engine.generate([EARLIER], GREEDY, request_ids=["a"])
     assert _drain(engine)["a"].num_prompt_tokens == len(SURVIVOR)
+    with pytest.raises(UserError, match="IDLM-0409"):
+        engine.generate([EARLIER, VICTIM], GREEDY, request_ids=["b", "b"])
     [again] = engine.generate([EARLIER], GREEDY, request_ids=["a"])
     assert again.num_prompt_tokens == len(EARLIER)
 

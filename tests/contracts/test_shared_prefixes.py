@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.state.page_pool import PagePool, PrefixCache
@@ -32,6 +31,7 @@ from tests.contracts.engines import (
 DECODERS = ["ar", *STRATEGIES.names()]
 PAGE = 4
 ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_num_batched_tokens": 7}
+AHEAD: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"}
 TIGHT = {**ROOMY, "num_pages": 26}
 
 
@@ -83,21 +83,27 @@ def _uncached(
     return prompts, params, _output(completions)
 
 
-@pytest.mark.sweep_but("ar-3")
+@pytest.mark.sweep_but("ar-ahead")
 @pytest.mark.decides
-@pytest.mark.parametrize(("decoder", "num_inflight_steps"), zip(DECODERS, itertools.cycle((3, 0))))
-def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "way"),
+    [
+        pytest.param(decoder, way, id=f"{decoder}-{'ahead' if way else 'eager'}")
+        for decoder, way in zip(DECODERS, itertools.cycle((AHEAD, {})), strict=False)
+    ],
+)
+def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, way: dict[str, Any]) -> None:
     """From a cold cache, from a full one (all whole pages of every prompt are in it), and when pages
     are so few that they are evicted and sequences preempted."""
     prompts, params, expected = _uncached(checkpoint, decoder)
-    engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=num_inflight_steps)
+    engine = _engine(checkpoint, decoder, **ROOMY, **way)
     assert _output(engine.generate(prompts, params)) == expected
     again = engine.generate(prompts, params)
     assert _output(again) == expected
     assert [c.num_cached_tokens for c in again] == [(c.num_prompt_tokens - 1) // PAGE * PAGE for c in again]
     assert_idle(engine)
 
-    tight = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=num_inflight_steps)
+    tight = _engine(checkpoint, decoder, **TIGHT, **way)
     for _ in range(2):
         assert _output(tight.generate(prompts, params)) == expected
     assert tight.scheduler.num_preemptions > 0
@@ -107,18 +113,8 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_i
     assert_idle(tight)
 
 
-@pytest.mark.sweep_but("ar")
-@pytest.mark.decides
-@pytest.mark.parametrize("decoder", ["ar", "branch"])
-def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
-    prompts, params, expected = _uncached(checkpoint, decoder)
-    engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=3, graphs="on")
-    for _ in range(2):
-        assert _output(engine.generate(prompts, params)) == expected
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize("decoder", ["ar", "branch"])
+@pytest.mark.parametrize("decoder", ["branch"])
 def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages hold NaN from the moment they are free or evicted."""
     engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
@@ -188,9 +184,3 @@ def test_a_conversation_goes_on_where_it_ended(checkpoint: Path) -> None:
     plain = _engine(checkpoint, "branch", **ROOMY, prefix_cache=False)
     [expected] = clear_answers(plain, [longer], SamplingParams(max_tokens=5, seed=1))
     assert next_answer.token_ids == expected.token_ids
-
-
-def test_a_setting_that_is_no_truth_value_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match="IDLM-0415"):
-        _engine(checkpoint, "ar", prefix_cache="yes")
-    assert _engine(checkpoint, "ar", prefix_cache=False).pool.cache is None

