@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.block_reference import Rules, Sampling, SlowBlocks, queries_keys_values
 from tests.margins import assert_gap
 
 Lists = list[list[int]]
@@ -157,15 +157,8 @@ class SlowLists(SlowBlocks):
     def _layer(
         self, number: int, layer: Any, hidden_LD: Tensor, tables: tuple[Tensor, Tensor], start: int | None
     ) -> Tensor:
-        attention, normed_LD = layer.self_attn, layer.input_layernorm(hidden_LD)
-        length = len(hidden_LD)
-        q_LNH, k_LKH, v_LKH = (
-            projection(normed_LD).view(length, -1, attention.head_dim)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q_LNH, k_LKH = attention.q_norm(q_LNH), attention.k_norm(k_LKH)
-        q_LNH, k_LKH = (x * tables[0] + _turned(x) * tables[1] for x in (q_LNH, k_LKH))
+        attention, length = layer.self_attn, len(hidden_LD)
+        q_LNH, k_LKH, v_LKH = queries_keys_values(layer, layer.input_layernorm(hidden_LD), tables)
         self.kv.append((k_LKH, v_LKH))
         block_L = torch.arange(length) // self.rules.size
         sees_NLL = (block_L[None] <= block_L[:, None]).repeat(q_LNH.shape[1], 1, 1)
@@ -184,9 +177,3 @@ class SlowLists(SlowBlocks):
         hidden_LD = hidden_LD + attention.o_proj(mixed_LE)
         out_LD: Tensor = hidden_LD + layer.mlp(layer.post_attention_layernorm(hidden_LD))
         return out_LD
-
-
-def _turned(x: Tensor) -> Tensor:
-    """The rotary embedding's other half."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap, clear_choice
 
@@ -245,6 +246,27 @@ class SlowBlocks:
                 break
             chosen.append(index)
         return chosen
+
+
+def queries_keys_values(layer: Any, normed_LD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Of a layer of transformers [L, heads, H]: projected, normed where it has norms, and rotated by the
+    cosines and sines [L, 1, H].
+    """
+    attention = layer.self_attn
+    q_LNH, k_LKH, v_LKH = (
+        projection(normed_LD).view(len(normed_LD), -1, attention.head_dim)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "q_norm"):
+        q_LNH, k_LKH = attention.q_norm(q_LNH), attention.k_norm(k_LKH)
+    q_LNH, k_LKH = (x * tables[0] + _turned(x) * tables[1] for x in (q_LNH, k_LKH))
+    return q_LNH, k_LKH, v_LKH
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The rotary embedding's other half."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def assert_clear_filters(row: list[float], sampling: Sampling) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, uniform
+from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, queries_keys_values, uniform
 from tests.margins import MARGIN, clear_choice
 
 Rows = dict[int, Tensor]
@@ -62,14 +62,13 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of one pass: which positions of the block go on after layer 1, the budget K, the first position that
-    no row may see from the attention of layer 1 on, and what it was decided by.
+    """Of one pass: which positions of the block go on after layer 1, the budget K, and the first position
+    that no row may see from the attention of layer 1 on.
     """
 
     retained: tuple[int, ...]
     budget: int
     limit: int
-    deltas: dict[int, float]
 
 
 def fed_positions(state: BlockState, rules: FocusRules) -> list[int]:
@@ -153,16 +152,12 @@ def select_by(
 
     number, best = clear_choice(choose, deltas, margin=rules.margin) if rules.margin else choose(deltas)
     if best is None:
-        return Selection(retained=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
+        return Selection(retained=tuple(fed), budget=number, limit=rules.size)
     retained = {offset for offset in fed if offset not in masked} | set(best)
     retained |= {offset - 1 for offset in best if offset - 1 in masked}
     retained |= {offset for offset in masked if offset < max(retained) and offset not in state.processed}
-    return Selection(
-        retained=tuple(sorted(retained)),
-        budget=number,
-        limit=max(retained if rules.published else retained | state.processed) + 1,
-        deltas=deltas,
-    )
+    limit = max(retained if rules.published else retained | state.processed) + 1
+    return Selection(retained=tuple(sorted(retained)), budget=number, limit=limit)
 
 
 def note(
@@ -200,9 +195,7 @@ class Pass:
     """One denoising pass. `keys`: by layer and place of the block what the cache holds behind it."""
 
     number: int
-    fed: tuple[int, ...]
     selection: Selection
-    decided: dict[int, int]
     keys: dict[tuple[int, int], Tensor]
     values: dict[tuple[int, int], Tensor]
 
@@ -290,20 +283,12 @@ class SlowFocus(SlowBlocks):
             for offset, token in decided.items():
                 work[offset] = token
             note(state, masked, selection, len(decided), self.focus)
-            layers = range(len(self.model.model.layers))
-            inside = [(layer, offset) for layer in layers for offset in range(size)]
-            self.passes.append(
-                Pass(
-                    number=number,
-                    fed=tuple(fed),
-                    selection=selection,
-                    decided=decided,
-                    keys={(n, p): self.keys[n, start + p] for n, p in inside if (n, start + p) in self.keys},
-                    values={
-                        (n, p): self.values[n, start + p] for n, p in inside if (n, start + p) in self.values
-                    },
-                )
+            layers, places = range(len(self.model.model.layers)), range(size)
+            inside = [(n, p) for n in layers for p in places if (n, start + p) in self.keys]
+            keys, values = (
+                {(n, p): stored[n, start + p] for n, p in inside} for stored in (self.keys, self.values)
             )
+            self.passes.append(Pass(number=number, selection=selection, keys=keys, values=values))
         return [token for token in work if token is not None], state
 
     def _thinned(
@@ -353,20 +338,12 @@ class SlowFocus(SlowBlocks):
     def _store(self, number: int, hidden: Tensor, offsets: list[int], start: int) -> Tensor:
         """Queries [rows, N, H] of a layer; its keys and values are stored."""
         layer = self.model.model.layers[number]
-        block, normed = layer.self_attn, layer.input_layernorm(hidden)
-        q, k, v = (
-            projection(normed).view(len(offsets), -1, self.head_dim)
-            for projection in (block.q_proj, block.k_proj, block.v_proj)
-        )
-        if hasattr(block, "q_norm"):
-            q, k = block.q_norm(q), block.k_norm(k)
         positions = torch.tensor([[start + offset for offset in offsets]])
         cos, sin = (table[0][:, None] for table in self.model.model.rotary_emb(hidden[None], positions))
-        q, k = (x * cos + _turned(x) * sin for x in (q, k))
+        queries, k, v = queries_keys_values(layer, layer.input_layernorm(hidden), (cos, sin))
         for row, offset in enumerate(offsets):
             self.keys[number, start + offset] = k[row].clone()
             self.values[number, start + offset] = v[row].clone()
-        queries: Tensor = q
         return queries
 
     def _rest(self, number: int, hidden: Tensor, queries: Tensor, start: int, *, limit: int) -> Tensor:
@@ -381,9 +358,3 @@ class SlowFocus(SlowBlocks):
         hidden = hidden + layer.self_attn.o_proj(mixed)
         out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return out
-
-
-def _turned(x: Tensor) -> Tensor:
-    """The rotary embedding's other half."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)

@@ -25,7 +25,7 @@ from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs import warm_up, warm_up_shapes
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.state.batch import DroppedRows, WantedRows
+from idlm.infer.state.batch import DroppedRows, StepPlan, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
 from tests.prefix_simulation import check_pages
@@ -130,6 +130,30 @@ def assert_idle(engine: Engine) -> None:
     assert not engine._active
     assert not engine._texts
     assert engine.step() == []
+
+
+def drain(engine: Engine) -> dict[str, Completion]:
+    """The answers that are still to come; the books are checked after every pass."""
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {
+            event.request_id: event.completion for event in engine.step() if event.completion is not None
+        }
+        check_pages(engine.pool)
+    return done
+
+
+def watch_passes(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[StepPlan, Tensor]]:
+    """The plan and the wanted logits of every pass from now on."""
+    forward, passes = engine._parts.runner.forward, list[tuple[StepPlan, Tensor]]()
+
+    def watching(plan: StepPlan) -> WantedRows:
+        wanted = forward(plan)
+        passes.append((plan, wanted.logits().clone()))
+        return wanted
+
+    patch.setattr(engine._parts.runner, "forward", watching)
+    return passes
 
 
 def wanted_of(logits_XV: Tensor, dropped: DroppedRows | None = None) -> WantedRows:

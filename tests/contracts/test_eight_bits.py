@@ -20,8 +20,6 @@ from idlm.infer.engine import Engine
 from idlm.infer.memory import base as caching
 from idlm.infer.models import dense, fp8
 from idlm.infer.models.base import Shards
-from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.kernels.linear import Fp8Weight, dequantised, quantise_fp8
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -34,6 +32,7 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
+    watch_passes,
     write_converted_toy,
     write_foreseeing_toy,
 )
@@ -80,18 +79,9 @@ def _copy(toy: Path, to: Path, change: Callable[[str, Tensor], Tensor] = lambda 
 
 def _logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Of every pass of a run with chunked prompts, drafts and rejections."""
-    seen: list[Tensor] = []
-    plain = Runner.forward
-
-    def forward(self: Runner, plan: StepPlan) -> WantedRows:
-        wanted = plain(self, plan)
-        seen.append(wanted.logits().clone())
-        return wanted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "forward", forward)
-        engine.generate(prompts_of([1, 7, 30, 5]), greedy(max_tokens=6))
-    return seen
+    seen = watch_passes(engine, monkeypatch)
+    engine.generate(prompts_of([1, 7, 30, 5]), greedy(max_tokens=6))
+    return [logits_XV for _, logits_XV in seen]
 
 
 def _assert_equal(found: list[Tensor], expected: list[Tensor], other: list[Tensor]) -> None:

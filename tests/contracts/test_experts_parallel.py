@@ -69,21 +69,6 @@ def test_a_rank_reads_its_own_experts_and_no_other(
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(layer.mlp, name))
 
 
-def test_the_summands_of_ranks_are_a_layer_of_experts(tmp_path: Path) -> None:
-    llada2(tmp_path)
-    found = []
-    for size in (1, 2):
-        total_RD = torch.zeros(())
-        for rank in range(size):
-            model = load_model(tmp_path, device="cpu", shards=Shards(rank=rank, size=size))
-            layer = model.trunk.layers[-1]
-            assert isinstance(layer, MoeLayer)
-            x_RD = torch.randn(3, model.spec.width, generator=torch.Generator().manual_seed(0))
-            total_RD = total_RD + layer.mlp(x_RD, model.trunk.linears)
-        found.append(total_RD)
-    torch.testing.assert_close(found[1], found[0])
-
-
 def test_padding_rows_reach_no_expert(tmp_path: Path) -> None:
     """They may hold anything, and change no bit of the others."""
     llada2(tmp_path)

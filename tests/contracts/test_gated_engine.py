@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
@@ -27,6 +25,7 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
+    watch_passes,
     write_foreseeing_toy,
 )
 from tests.toy import ARCHITECTURES, write_toy_checkpoint
@@ -51,20 +50,6 @@ def random_pair(
     base = write_toy_checkpoint(home / "base", architecture=request.param)
     adapter = write_adapter(home / "adapter", base, mask_token_id=OUTSIDE, stride=4, has_mask_row=True)
     return base, adapter
-
-
-def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan, Tensor]]:
-    """Every pass of the engine from now on: its plan and its logits."""
-    seen: list[tuple[StepPlan, Tensor]] = []
-    plain = Runner.forward
-
-    def forward(self: Runner, plan: StepPlan) -> WantedRows:
-        wanted = plain(self, plan)
-        seen.append((plan, wanted.logits().clone()))
-        return wanted
-
-    monkeypatch.setattr(Runner, "forward", forward)
-    return seen
 
 
 @pytest.mark.sweep_but("cold-4")
@@ -103,11 +88,9 @@ def test_ar_decoding_with_an_adapter_is_the_base(
         passes = []
         for path in (base, adapter):
             engine = build_engine(path, "ar", dtype=dtype)
-            seen = watched(engine, monkeypatch)
+            seen = watch_passes(engine, monkeypatch)
             engine.generate(prompts_of([1, 7, 20]), greedy(max_tokens=6))
             passes.append(seen)
-            monkeypatch.undo()
-        assert len(passes[0]) == len(passes[1])
         for (_, expected), (plan, logits) in zip(*passes, strict=True):
             assert torch.equal(logits, expected)
             assert plan.is_mask_R is None

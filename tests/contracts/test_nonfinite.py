@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.contracts import Completion, SamplingParams
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.kernels import backend as library
@@ -22,6 +22,7 @@ from tests.contracts.engines import (
     MASK_ID,
     assert_idle,
     build_engine,
+    drain,
     prompts_of,
     wanted_of,
     write_converted_toy,
@@ -71,16 +72,6 @@ def _spoil(engine: Engine, token_id: int) -> None:
     engine._parts.model.trunk.embed.data[token_id] = torch.inf
 
 
-def _drain(engine: Engine) -> dict[str, Completion]:
-    done: dict[str, Completion] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if event.completion is not None:
-                done[event.request_id] = event.completion
-                assert (event.error is not None) == (event.completion.finish_reason == "error")
-    return done
-
-
 @pytest.mark.sweep_but(options={"stride": 3, "rejection_strategy": "tree"}, way={})
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS)
@@ -94,7 +85,7 @@ def test_only_sequences_that_see_an_overflow_end_with_an_error(
         _spoil(engine, BAD)
         for index, prompt in enumerate(_prompts()):
             engine.add_request(str(index), [*prompt[:-1], BAD, prompt[-1]] if index % 2 else prompt, params)
-        found = _drain(engine)
+        found = drain(engine)
         for index, answer in enumerate(expected):
             if index % 2 == 0:
                 assert found[str(index)].token_ids == answer.token_ids
@@ -205,7 +196,7 @@ def test_pages_of_a_failed_request_are_not_shared(
     _spoil(engine, BAD)
     for number, prompt in enumerate((*prompts, prompts[0])):
         engine.add_request(str(number), prompt, SAMPLING[0])
-    found = _drain(engine)
+    found = drain(engine)
     assert [found[str(n)].finish_reason for n in range(3)] == ["error", "length", "error"]
     engine._parts.model.trunk.embed.data[BAD] = embedding
     assert_idle(engine)
@@ -243,7 +234,7 @@ def test_an_answer_that_is_whole_needs_no_further_drafts(
     assert (found.token_ids, found.error) == (expected.token_ids, None)
     monkeypatch.setattr(engine._parts.runner, "forward", spoiled_from(num_passes - 2))
     engine.add_request("one", prompts[0], SAMPLING[1])
-    cut = _drain(engine)["one"]
+    cut = drain(engine)["one"]
     assert cut.finish_reason == "error"
     assert 0 < len(cut.token_ids) < len(expected.token_ids)
     assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import Shards
 from idlm.infer.runtime.graphs import warm_up
-from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.settings import EngineSettings
@@ -244,28 +242,6 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
             engine.generate([[4, 5]], greedy(max_tokens=10))
         with pytest.raises(UserError, match="IDLM-0428"):
             engine.generate([[1, 2, 3]], greedy(max_tokens=10))
-
-
-def test_graphs_are_cleared_before_the_ranks_end(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL ends no communicator that a graph holds."""
-    output: list[str] = []
-    clear, close = StaticStep.clear, Connection.close
-
-    def clearing(step: StaticStep) -> None:
-        output.append("clear")
-        clear(step)
-
-    def closing(connection: Connection) -> None:
-        output.append("close")
-        close(connection)
-
-    monkeypatch.setattr(StaticStep, "clear", clearing)
-    monkeypatch.setattr(Connection, "close", closing)
-    with group_of_threads(2) as group:
-        kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
-        group.close()
-        assert output[:3] == ["clear", "clear", "close"]
-        assert kept
 
 
 @pytest.mark.sweep

@@ -91,19 +91,24 @@ def _logits(directory: Path, prompt: tuple[int, ...]) -> tuple[Tensor, ...]:
     )
 
 
-@functools.cache
-def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Joint AR law [V^4] of response tokens 0..3 and of tokens 4..7, by enumeration of all V^8 responses."""
+def warped(logits_XV: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [X, V] after temperature, top-k and top-p, by transformers."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers = [TemperatureLogitsWarper(float(params.temperature))]
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    for warper in warpers:
+        logits_XV = warper(None, logits_XV)
+    return logits_XV.softmax(-1)
+
+
+@functools.cache
+def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Joint AR law [V^4] of response tokens 0..3 and of tokens 4..7, by enumeration of all V^8 responses."""
     joint = torch.ones(1, dtype=torch.float64)
     for logits_XV in _logits(directory, prompt):
-        for warper in warpers:
-            logits_XV = warper(None, logits_XV)
-        joint = (joint[:, None] * logits_XV.softmax(-1)).flatten()
+        joint = (joint[:, None] * warped(logits_XV, params)).flatten()
     cells = VOCAB**WINDOW
     joint = joint.view(cells, cells)
     return joint.sum(1), joint.sum(0)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.engine import Engine
-from tests.law.harness import Fit, fit, write_law_toy
+from tests.law.harness import Fit, fit, warped, write_law_toy
 
 PIECES = ("[", "]", ",", "0", "1", "2", "0,", ",1", "<eos>", "<mask>")
 EOS_ID, MASK_ID = 8, 9
@@ -95,7 +94,8 @@ def exact_law(directory: Path, params: SamplingParams) -> dict[tuple[int, ...], 
             logits_BV = (
                 model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1].double()
             )
-        probs_BV = _warped(logits_BV, [_allowed(prefix, texts) for prefix in prefixes], params)
+        allowed_BV = torch.tensor([_allowed(prefix, texts) for prefix in prefixes])
+        probs_BV = warped(logits_BV.masked_fill(~allowed_BV, -torch.inf), params)
         following: dict[tuple[int, ...], float] = {}
         for prefix, probs_V in zip(prefixes, probs_BV.tolist(), strict=True):
             for token, probability in enumerate(probs_V):
@@ -121,18 +121,6 @@ def _allowed(prefix: Sequence[int], texts: frozenset[str]) -> list[bool]:
 def _is_done(answer: Sequence[int], texts: frozenset[str]) -> bool:
     """Whether an answer ends here: by a stop token, by its length, or because no longer text matches."""
     return answer[-1] == EOS_ID or len(answer) == NUM_TOKENS or not any(_allowed(answer, texts)[:EOS_ID])
-
-
-def _warped(logits_BV: Tensor, allowed: list[list[bool]], params: SamplingParams) -> Tensor:
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits_BV = logits_BV.masked_fill(~torch.tensor(allowed), -torch.inf)
-    warpers = [TemperatureLogitsWarper(float(params.temperature))]
-    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
-    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
-    for warper in warpers:
-        logits_BV = warper(None, logits_BV)
-    return logits_BV.softmax(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,17 +39,20 @@ from tests.law.harness import (
     worst,
 )
 
-STRIDES = (2, 3, 4)
 NUM_DRAWS, MIXED = 20_000, 5_000
 FAMILY_LEVEL = 1e-6
 NUM_TESTS = 80
 """At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
-CASES = [*itertools.product(STRIDES, STRATEGIES.names()), (4, "branch_2"), (5, "branch_3")]
-TOGETHER = {"all": CASES} | {
-    str(shared): [case for case in CASES if shared in case] for shared in (*STRIDES, *STRATEGIES.names())
-}
-"""Cases that a mistake of one part of the decoder can shift alike."""
+CASES = [
+    *((4, name) for name in STRATEGIES.names()),
+    (2, "cold"),
+    (2, "alternate"),
+    (3, "tree"),
+    (3, "branch"),
+    (4, "branch_2"),
+    (5, "branch_3"),
+]
 MIXED_PROMPT = (0, 3, 1)
 MIXED_SETTINGS = (
     NEUTRAL,
@@ -80,10 +83,10 @@ def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("shared", TOGETHER)
-def test_cases_together_emit_the_ar_law(law_toy: Path, shared: str) -> None:
-    """A mean relative shift that cases share shows from 7 % on in three of them, and from 4 % on in all."""
-    draws_BT = torch.cat([_draws(law_toy, *case) for case in TOGETHER[shared]])
+@pytest.mark.parametrize("num_cases", [4, len(CASES)])
+def test_cases_together_emit_the_ar_law(law_toy: Path, num_cases: int) -> None:
+    """A mean relative shift that cases share shows from 6 % on in stride 4, and from 4 % on in all."""
+    draws_BT = torch.cat([_draws(law_toy, *case) for case in CASES[:num_cases]])
     found = fits(law_toy, Sampled(draws={(PROMPT, NEUTRAL): draws_BT}, acceptance=0.0))
     assert not misfits(found, LEVEL), found
 
@@ -129,7 +132,7 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
     monkeypatch.setattr(controller, "choose", recorded)
     monkeypatch.setattr(InflightStep, "seconds", lambda _: rng.uniform(4e-3, 12e-3))
     draws, seed = [], 0
-    while len(draws) < NUM_DRAWS:
+    while len(draws) < NUM_DRAWS // 2:
         seed += 1
         num = rng.choice((1, 5, 40, 300, 1000))
         completions = engine.generate([list(PROMPT)], replace(NEUTRAL, seed=seed, n=num))
@@ -140,18 +143,16 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
     assert len(used) >= 4, "strides and strategies changed"
 
 
-@pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("num_draws", [8_000, NUM_DRAWS])
-def test_ar_emits_the_ar_law(law_toy: Path, num_draws: int) -> None:
+def test_ar_emits_the_ar_law(law_toy: Path) -> None:
     """The baseline decoder is exact too, and the mask id is drawn like any other token."""
-    sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], num_draws)
+    sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], 8_000)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
     assert (sampled.draws[PROMPT, NEUTRAL] == MASK_ID).any()
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("strategy", ["branch", "tree"])
 def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strategy: str) -> None:
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy=strategy)
@@ -161,11 +162,9 @@ def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strat
     assert not misfits(found, LEVEL), found
 
 
-@pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("stride", STRIDES)
-def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
+def test_trap_22_the_published_rule_is_seen(law_toy: Path) -> None:
     """Power of the test: the argmax-draft rule fails the same check by many decades."""
-    engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy="cold", acceptance="published")
+    engine = build_engine(law_toy, "isd", stride=2, rejection_strategy="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)
     found = fits(law_toy, sampled)
     assert len(misfits(found, LEVEL)) == 2

@@ -13,7 +13,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass, PassView
 from idlm.infer.sparse.row_reservation import RowReservation
-from idlm.infer.state.batch import BlockLimits, PassRows, StepPlan
+from idlm.infer.state.batch import BlockLimits, PassRows
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 from tests.block_reference import Rules
@@ -98,20 +98,6 @@ def engine_of(toys: dict[str, Path], kind: str = "block", **options: Any) -> Eng
 
 def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
-
-
-def watch_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of every pass from now on."""
-    seen: list[Tensor] = []
-    forward = engine._parts.runner.forward
-
-    def watched(plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        wanted = forward(plan)
-        seen.append(wanted.logits().clone())
-        return wanted
-
-    monkeypatch.setattr(engine._parts.runner, "forward", watched)
-    return seen
 
 
 Trace = dict[tuple[int, int, int], list[list[int]] | None]

@@ -41,9 +41,8 @@ from tests.contracts.accelerators.cases import (
     thinly,
     tokens,
     watch_lists,
-    watch_logits,
 )
-from tests.contracts.engines import assert_idle, build_engine
+from tests.contracts.engines import assert_idle, build_engine, watch_passes
 from tests.ranks import group_engine, group_of_threads
 
 
@@ -79,11 +78,10 @@ def test_at_full_budget_every_stack_is_exact_or_refused(
         assert all(f"{name}: decoder={decoder} has no blocks" in str(refusal.value) for name in needs)
         return
     engine = build_engine(toys[kind], decoder, accelerators=exactly(stack), **TOGETHER)
-    expected_logits, logits = watch_logits(plain, monkeypatch), watch_logits(engine, monkeypatch)
+    expected_passes, passes = watch_passes(plain, monkeypatch), watch_passes(engine, monkeypatch)
     expected, found = plain.generate(prompts, params), engine.generate(prompts, params)
     assert tokens(found) == tokens(expected)
-    assert len(logits) == len(expected_logits)
-    for mine, theirs in zip(logits, expected_logits, strict=True):
+    for (_, mine), (_, theirs) in zip(passes, expected_passes, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
     is_lossy = any(ACCELERATORS.get(name).exactness == "lossy" for name in stack)
     assert {completion.exactness for completion in found} == {"lossy" if is_lossy else "exact"}

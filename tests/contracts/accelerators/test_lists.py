@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.contracts.accelerators.cases import (
     engine_of,
     tokens,
 )
-from tests.contracts.engines import assert_idle, clear_answers, greedy
+from tests.contracts.engines import assert_idle, clear_answers, drain, greedy
 
 
 @pytest.mark.sweep
@@ -53,17 +52,12 @@ def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
     found: dict[str, tuple[int, ...]] = {}
     for number in range(3):
         engine.add_request(str(number), prompt, params)
-        for _ in range(3):
-            _collect(found, engine.step())
-    while engine.has_work:
-        _collect(found, engine.step())
+        events = [event for _ in range(3) for event in engine.step()]
+        found |= {e.request_id: e.completion.token_ids for e in events if e.completion is not None}
+    found |= {name: done.token_ids for name, done in drain(engine).items()}
     assert found == {str(number): expected for number in range(3)}
     assert num_swapped >= 6, "no page was swapped"
     assert_idle(engine)
-
-
-def _collect(found: dict[str, tuple[int, ...]], events: Sequence[Any]) -> None:
-    found |= {e.request_id: e.completion.token_ids for e in events if e.completion is not None}
 
 
 def test_quest_scores_no_page_behind_the_table(

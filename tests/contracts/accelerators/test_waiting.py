@@ -22,7 +22,7 @@ from tests.contracts.accelerators.cases import (
     force,
     tokens,
 )
-from tests.contracts.engines import assert_idle
+from tests.contracts.engines import assert_idle, drain
 
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
@@ -118,9 +118,7 @@ def test_an_answer_that_is_decoded_again_to_other_tokens_fails_alone(
     monkeypatch.setattr(Scheduler, "_forget", changing)
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(number), prompt, params)
-    done = {}
-    while engine.has_work:
-        done |= {event.request_id: event.completion for event in engine.step() if event.completion}
+    done = drain(engine)
     [failed] = changed
     assert {name for name, found in done.items() if found.finish_reason == "error"} == {failed}
     assert len(done) == len(PROMPTS) and "IDLM-0473" in str(done[failed].error)

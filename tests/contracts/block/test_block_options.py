@@ -17,7 +17,7 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
 from tests.block_reference import Sampling
 from tests.contracts.block.blocks import PROMPTS, SETTINGS, Slow, assert_answers, params_of
-from tests.contracts.engines import assert_idle, build_engine, prompts_of
+from tests.contracts.engines import assert_idle, build_engine, prompts_of, watch_passes
 from tests.integration.inference.command_lines import read_lines, write_lines
 from tests.ranks import group_engine, group_of_threads
 
@@ -81,16 +81,11 @@ def test_trap_25_edits_change_answers_and_never_a_prompt(
     params = SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True)
     plain = build_block(toys[False], threshold=0.0).generate(prompts, params)
     engine = build_block(toys[False], threshold=0.0, edit_threshold=0.0)
-    runner, fed = engine._parts.runner, list[tuple[int, int, int]]()
-    forward = runner.forward
-
-    def watched(plan: Any) -> Any:
-        rows = zip(plan.sequence_R.tolist(), plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True)
-        fed.extend((plan.lanes_B[sequence].item(), slot, token) for sequence, slot, token in rows)
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", watched)
+    passes, fed = watch_passes(engine, monkeypatch), list[tuple[int, int, int]]()
     edited = engine.generate(prompts, params)
+    for plan, _ in passes:
+        rows = zip(plan.sequence_R.tolist(), plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True)
+        fed += ((int(plan.lanes_B[sequence]), slot, token) for sequence, slot, token in rows)
     assert ids_of(edited) != ids_of(plain)
     lanes = {lane for lane, _, _ in fed}
     assert len(lanes) == len(prompts)
@@ -98,21 +93,9 @@ def test_trap_25_edits_change_answers_and_never_a_prompt(
         assert {(s, t) for owner, s, t in fed if owner == lane and s < len(prompt)} == set(enumerate(prompt))
 
 
-def test_trap_27_a_sequence_ends_its_edits_by_itself(toys: dict[bool, Path]) -> None:
-    """Alone as in company, in the same number of passes of its own."""
-    engine = build_block(toys[False], max_num_batched_tokens=64, prefix_cache=False, **EDITS[0])
-    prompts, settings = PROMPTS[::3], params_of()[::3]
-    together = engine.generate(prompts, settings)
-    for prompt, params, one in zip(prompts, settings, together, strict=True):
-        [alone] = engine.generate([prompt], params)
-        assert (alone.token_ids, alone.num_forwards) == (one.token_ids, one.num_forwards)
-    assert len({one.num_forwards for one in together}) > 1
-
-
-@pytest.mark.sweep
 def test_passes_of_edits_are_those_that_are_needed(toys: dict[bool, Path], slow: Slow) -> None:
     engine = build_block(toys[False], max_num_batched_tokens=64, **EDITS[1])
-    for prompt, params, expected in zip(PROMPTS, params_of(), slow.answers(EDITS[1]), strict=True):
+    for prompt, params, expected in [*zip(PROMPTS, params_of(), slow.answers(EDITS[1]), strict=True)][::3]:
         [found] = engine.generate([prompt], params)
         assert_answers([found], [expected])
         assert found.num_forwards == expected.num_passes
@@ -143,19 +126,11 @@ def test_a_dual_cache_computes_no_rows_but_those_of_the_part(
     prompt, sampling = PROMPTS[5], Sampling(temperature=0, max_tokens=2 * SIZE)
     expected = slow.answer(options, prompt, sampling, shifted=True)
     engine = build_block(toys[True], max_num_batched_tokens=64, **options)
-    num_rows = 0
-    runner = engine._parts.runner
-    forward = runner.forward
-
-    def counted(plan: Any) -> Any:
-        nonlocal num_rows
-        num_rows += int(plan.cu_rows_B1[-1])
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", counted)
+    passes = watch_passes(engine, monkeypatch)
     [found] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True))
     assert_answers([found], [expected])
     # What is denoised, and every block but the last once more when it is stored.
+    num_rows = sum(int(plan.cu_rows_B1[-1]) for plan, _ in passes)
     assert num_rows == expected.num_rows + (len(prompt) + len(found.token_ids) - 1) // SIZE * SIZE
 
 

@@ -20,7 +20,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.decoders.block_config import MODES, UNMASKINGS, BlockConfig, Masks
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.block.blocks import Slow, assert_answers
-from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of
+from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of, watch_passes
 
 pytestmark = pytest.mark.decides
 
@@ -51,17 +51,11 @@ def test_trap_05_blocks_are_counted_from_position_0_of_the_sequence(
 ) -> None:
     """Whatever the prompt's length: rows see the end of the block of their absolute position, no further."""
     engine = build_engine(toy, "block", max_num_batched_tokens=64, prefix_cache=False)
-    runner = engine._parts.runner
-    forward, plans = runner.forward, list[Any]()
-
-    def watched(plan: Any) -> Any:
-        plans.append(plan)
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", watched)
+    passes = watch_passes(engine, monkeypatch)
     for length in range(1, 2 * SIZE + 2):
-        plans.clear()
+        passes.clear()
         engine.generate(prompts_of([length]), greedy(max_tokens=SIZE))
+        plans = [plan for plan, _ in passes]
         first = plans[0]
         assert first.slots_R.tolist() == list(range((length // SIZE + 1) * SIZE))
         masks = [slot for slot, hidden in zip(first.slots_R, first.is_mask_R, strict=True) if hidden]
@@ -79,22 +73,15 @@ def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decide
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(toys[shifted], "block", max_num_batched_tokens=64, **options)
-    runner = engine._parts.runner
-    forward, stored = runner.forward, dict[int, int]()
-    seen: list[tuple[int, dict[int, int]]] = []
-
-    def watched(plan: Any) -> Any:
-        stored.update(zip(plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True))
-        seen.append((max(plan.slots_R.tolist()) // SIZE, dict(stored)))
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", watched)
+    passes, stored = watch_passes(engine, monkeypatch), dict[int, int]()
     prompt = prompts_of([SIZE + 1])[0]
     [found] = engine.generate([prompt], greedy(max_tokens=MAX))
     final = [*prompt, *found.token_ids]
-    assert seen[-1][0] >= 3
-    for block, known in seen:
-        assert [known[slot] for slot in range(block * SIZE)] == final[: block * SIZE]
+    for plan, _ in passes:
+        stored.update(zip(plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True))
+        block = int(plan.slots_R.max()) // SIZE
+        assert [stored[slot] for slot in range(block * SIZE)] == final[: block * SIZE]
+    assert block >= 3
 
 
 def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from idlm.infer.sparse.row_reservation import (
 )
 from idlm.infer.state.batch import BlockLimits, PassRows, Schedule, StepPlan, WantedRows
 from tests.contracts.block.blocks import PROMPTS, params_of
-from tests.contracts.engines import assert_idle, build_engine
+from tests.contracts.engines import assert_idle, build_engine, watch_passes
 
 pytestmark = pytest.mark.decides
 
@@ -213,13 +213,9 @@ def test_attention_is_laid_out_for_one_block_of_a_sequence(
 ) -> None:
     """Few sequences store a finished block in the same pass, and kernels are chosen by what most do."""
     engine = build_engine(toys[False], "block")
-    forward, num_rows = Runner.forward, []
-
-    def watched(runner: Runner, plan: StepPlan) -> WantedRows:
-        assert plan.usual_rows == SIZE and plan.max_rows >= 2 * SIZE
-        num_rows.extend(plan.cu_rows_B1.diff().tolist())
-        return forward(runner, plan)
-
-    monkeypatch.setattr(Runner, "forward", watched)
+    passes, num_rows = watch_passes(engine, monkeypatch), list[int]()
     engine.generate(PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=12))
+    for plan, _ in passes:
+        assert plan.usual_rows == SIZE and plan.max_rows >= 2 * SIZE
+        num_rows += plan.cu_rows_B1.diff().tolist()
     assert max(num_rows) > SIZE >= sorted(num_rows)[len(num_rows) // 2]

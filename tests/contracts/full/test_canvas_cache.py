@@ -15,7 +15,7 @@ from idlm.infer.decoders.full_config import FullConfig
 from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
-from tests.contracts.engines import assert_idle
+from tests.contracts.engines import assert_idle, drain
 from tests.contracts.full.canvases import (
     FAMILIES,
     LENGTHS,
@@ -94,12 +94,10 @@ def test_an_answer_survives_the_loss_of_its_pages(family: tuple[str, Path], cach
                 engine.add_request(str(number), PROMPTS[number], params)
             events = [event for _ in range(num_steps) for event in engine.step()]
             lose(engine)
-            while engine.has_work:
-                events += engine.step()
             found = {event.request_id: event.completion for event in events if event.completion is not None}
+            found |= drain(engine)
             for number, (_, tokens, _) in enumerate(cases):
-                completion = found[str(number)]
-                assert completion is not None and completion.token_ids == tokens, f"{num_steps=} {lose=}"
+                assert found[str(number)].token_ids == tokens, f"{num_steps=} {lose=}"
             assert_idle(engine)
 
 

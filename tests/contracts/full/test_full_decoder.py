@@ -10,7 +10,7 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
-from tests.contracts.engines import Shortage, assert_idle
+from tests.contracts.engines import Shortage, assert_idle, drain
 from tests.contracts.full.canvases import (
     MASK_ID,
     ORDERS,
@@ -23,7 +23,6 @@ from tests.contracts.full.canvases import (
     watched,
 )
 from tests.numerics import full_reference
-from tests.prefix_simulation import check_pages
 
 
 @pytest.mark.sweep_but(family="llada", options={"order": "maskgit_plus", "steps": 4})
@@ -39,12 +38,7 @@ def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str,
         assert engine.decoder.name == "full"
         for number, (params, _, _) in enumerate(cases):
             engine.add_request(str(number), PROMPTS[number], params)
-        found = {}
-        while engine.has_work:
-            for event in engine.step():
-                if event.completion is not None:
-                    found[event.request_id] = event.completion
-            check_pages(engine.pool)
+        found = drain(engine)
         for number, (_, tokens, num_passes) in enumerate(cases):
             assert found[str(number)].token_ids == tokens, f"{number=} {static=}"
             assert found[str(number)].num_forwards == num_passes
@@ -107,10 +101,8 @@ def test_a_pass_that_runs_out_of_memory_and_aborts_change_no_answer(llada: Path,
         events += engine.step()
         assert shortage.is_over
     assert [done.finish_reason for done in engine.abort("1")] == ["abort"]
-    while engine.has_work:
-        events += engine.step()
-        check_pages(engine.pool)
     found = {event.request_id: event.completion.token_ids for event in events if event.completion}
+    found |= {name: done.token_ids for name, done in drain(engine).items()}
     assert found == {str(name): tokens for name, (_, tokens, _) in enumerate(cases) if name != 1}
     assert_idle(engine)
 

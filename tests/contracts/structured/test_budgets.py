@@ -11,7 +11,6 @@ import pytest
 from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.structured import grammar as budget
-from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from tests.contracts.engines import build_engine
 from tests.contracts.structured.test_structured import toy
@@ -58,7 +57,7 @@ def test_the_work_of_a_lexer_is_bounded(toy: Path, monkeypatch: pytest.MonkeyPat
     """Nested repetitions would take gigabytes; usual ones of the same length do not."""
     words = Constraint(kind="regex", text=r"(\w{1,30}[ ,.]){1,2000}")
     assert build_engine(toy, "ar")._parts.grammars().grammar(words).problem is None
-    monkeypatch.setattr(grammars, "LEXER_WORK", (1000, 500))
+    monkeypatch.setattr(budget, "LEXER_WORK", (1000, 500))
     with pytest.raises(UserError, match="IDLM-0474.*lexer"):
         build_engine(toy, "ar")._parts.grammars().grammar(words)
 
@@ -128,7 +127,7 @@ def test_a_refusal_for_its_time_is_for_a_while(toy: Path, monkeypatch: pytest.Mo
     one = Constraint(kind="regex", text="ab*")
     with monkeypatch.context() as patch:
         patch.setattr(budget.Budget, "take", lambda self, seconds: False)
-        patch.setattr(grammars.Grammar, "mask_seconds", lambda self: 2 * budget.OWN_SECONDS)
+        patch.setattr(budget.Grammar, "mask_seconds", lambda self: 2 * budget.OWN_SECONDS)
         with pytest.raises(UserError, match="IDLM-0474"):
             compiler.grammar(one)
     with pytest.raises(UserError, match="IDLM-0474"):

@@ -16,9 +16,9 @@ from idlm.contracts import Constraint
 from idlm.infer.server.parsers import BEGIN, END, HermesParser, ParsedPart, calls_grammar
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import load_tokenizer
+from tests.contracts.structured.test_structured import EOS_ID, VOCAB, allowed
 from tests.toy import write_spelling_toy
 
-EOS_ID, VOCAB = 2, 335
 SIZED = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"$ref": "#/$defs/tag"}},
@@ -90,10 +90,9 @@ def test_what_the_grammar_makes_is_read_back(
     for _ in range(6):
         grammar, token_ids = grammar_of(compiler, is_forced, has_many), list[int]()
         while not grammar.is_finished and len(token_ids) < 400:
-            bits = grammar.matcher.compute_bitmask()
-            allowed = [one for one in range(VOCAB) if bits[one // 8] >> one % 8 & 1]
+            following = allowed(grammar)
             # Where it may end it does.
-            token_ids.append(EOS_ID if EOS_ID in allowed else rng.choice(allowed))
+            token_ids.append(EOS_ID if EOS_ID in following else rng.choice(sorted(following)))
             assert grammar.push(token_ids[-1:])
         text = compiler._tokenizer.decode([one for one in token_ids if one != EOS_ID])
         calls = parsed(text)

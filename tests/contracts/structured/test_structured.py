@@ -15,14 +15,12 @@ import pytest
 from idlm.contracts import Completion, Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.resume import of_request
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.structured import grammar as budget
 from idlm.infer.structured import grammar as grammars
-from idlm.infer.structured.grammar import GrammarCompiler
+from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.semantics import Semantics
-from tests.contracts.engines import answers, assert_idle, build_engine
+from tests.contracts.engines import answers, assert_idle, build_engine, drain
 from tests.toy import write_spelling_toy, write_toy_checkpoint
 
 VOCAB, EOS_ID = 335, 2
@@ -44,7 +42,6 @@ CHOICE = Constraint(kind="choice", text=json.dumps(CHOICES))
 REPEATED = Constraint(kind="grammar", text='start: ("ab" | "é")+')
 PROMPTS = [list(range(40, 40 + length)) for length in (3, 1, 15, 7, 9, 2)]
 CONSTRAINTS = (JSON, None, DIGITS, CHOICE, None, REPEATED)
-STRIDES = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +52,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _params(**settings: Any) -> list[SamplingParams]:
     settings = {"temperature": 0, "max_tokens": 50, **settings}
     return [SamplingParams(constraint=constraint, **settings) for constraint in CONSTRAINTS]
+
+
+def allowed(grammar: Grammar) -> set[int]:
+    """The tokens that may follow."""
+    bits = grammar.matcher.compute_bitmask()
+    return {one for one in range(8 * len(bits)) if bits[one // 8] >> one % 8 & 1}
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +87,11 @@ def test_finished_answers_match(expected: list[Completion]) -> None:
             _check(completion, constraint)
 
 
-@pytest.mark.sweep_but("1-cold")
+@pytest.mark.sweep_but("3-alternate")
 @pytest.mark.decides
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize(
+    ("stride", "strategy"), [(1, "cold"), (2, "branch"), (3, "alternate"), (4, "tree"), (4, "cold")]
+)
 def test_greedy_isd_equals_greedy_ar(
     toy: Path, expected: list[Completion], stride: int, strategy: str
 ) -> None:
@@ -162,12 +166,6 @@ def test_an_answer_goes_on_after_passes_that_failed(
     assert answers([found[str(number)] for number in range(len(PROMPTS))]) == answers(expected)
 
 
-def test_streamed_text_is_the_text(toy: Path, expected: list[Completion]) -> None:
-    engine = build_engine(toy, "isd", stride=4)
-    events = list(engine.stream(PROMPTS[0], _params()[0]))
-    assert "".join(event.text for event in events) == expected[0].text
-
-
 def test_the_end_of_a_grammar_stops_without_a_stop_token(toy: Path) -> None:
     """Also where a stop token could follow; stop strings and limits end it earlier."""
     engine = build_engine(toy, "isd", stride=4)
@@ -205,9 +203,7 @@ def test_large_constraints_compile(toy: Path) -> None:
     assert not compiler.grammar(Constraint(kind="grammar", text=f'start: r0\n{rules}r1500: "a"')).problem
     choices = [f"a{number:04d}" for number in range(2500)]
     grammar = compiler.grammar(Constraint(kind="choice", text=choices))
-    bits = grammar.matcher.compute_bitmask()
-    token_id = next(one for one in range(8 * len(bits)) if bits[one // 8] >> one % 8 & 1)
-    assert grammar.push([token_id]) and grammar.problem is None
+    assert grammar.push([min(allowed(grammar))]) and grammar.problem is None
 
 
 def test_what_no_token_can_spell_is_refused_or_fails(tmp_path: Path) -> None:
@@ -250,11 +246,9 @@ def test_ambiguous_grammars_fail_without_their_neighbours(
     slow = {"states": _ambiguous(410, '"x" '), "time": _ambiguous(SLOW_ITEMS, '"x" ')}
     for name, constraint in slow.items():
         engine.add_request(name, PROMPTS[1], SamplingParams(constraint=constraint, seed=0, max_tokens=400))
-    monkeypatch.setattr(budget, "SLOW_MASKS", 0.1)
+    monkeypatch.setattr(grammars, "SLOW_MASKS", 0.1)
     engine.add_request("other", PROMPTS[0], _params()[0])
-    done: dict[str, Completion] = {}
-    while engine.has_work:
-        done |= {event.request_id: event.completion for event in engine.step() if event.completion}
+    done = drain(engine)
     assert answers([done["other"]]) == answers(expected[:1])
     for name, reasons in {"states": ("max is", "takes too long"), "time": ("takes too long",)}.items():
         error = done[name].error
@@ -309,16 +303,11 @@ def _lettered(directory: Path) -> Engine:
     "given",
     [
         {"kind": "poem", "text": "x"},
-        {"kind": ["regex"], "text": "x"},
-        {"text": "x"},
         {"kind": "regex", "text": "x", "more": 1},
         "regex",
-        {"kind": "regex"},
         {"kind": "regex", "text": 3},
         {"kind": "json_object", "text": "{}"},
         {"kind": "json_schema", "text": "{"},
-        {"kind": "json_schema", "text": "[1]"},
-        {"kind": "choice", "text": []},
         {"kind": "choice", "text": ["a", ""]},
         {"kind": "regex", "text": "x" * (1 << 19)},
     ],
@@ -333,10 +322,8 @@ def test_what_is_no_constraint_is_refused(given: Any) -> None:
     [
         ("regex", "((("),
         ("json_schema", '{"type": "frob"}'),
-        ("json_schema", '{"type": "object", "unevaluatedProperties": false}'),
         ("json_schema", '{"$ref": "http://example.org/schema"}'),
         ("grammar", "start: nowhere"),
-        ("grammar", ""),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_anything_is_queued(
