@@ -66,7 +66,9 @@ def test_others_answer_as_if_it_had_not_happened(
 ) -> None:
     engine = _engine(decoder, write_block_toy(tmp_path, shifted=False) if decoder == "block" else TINY)
     [expected, *_] = engine.generate([SURVIVOR, EARLIER, EARLIER], GREEDY)
-    for passes_before, (part, name, before) in itertools.product((0, 2), FAULTS):
+    # Decoder `block` commits in its own op.
+    faults = FAULTS[:-1] if decoder == "block" else FAULTS
+    for passes_before, (part, name, before) in itertools.product((0, 2), faults):
         engine.add_request("survivor", SURVIVOR, GREEDY)
         for _ in range(passes_before):
             engine.step()
