@@ -283,8 +283,8 @@ class SlowFocus(SlowBlocks):
             for offset, token in decided.items():
                 work[offset] = token
             note(state, masked, selection, len(decided), self.focus)
-            layers, places = range(len(self.model.model.layers)), range(size)
-            inside = [(n, p) for n in layers for p in places if (n, start + p) in self.keys]
+            layers, offsets = range(len(self.model.model.layers)), range(size)
+            inside = [(n, p) for n in layers for p in offsets if (n, start + p) in self.keys]
             keys, values = (
                 {(n, p): stored[n, start + p] for n, p in inside} for stored in (self.keys, self.values)
             )
