@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from idlm import errors
+from tests.repo.files import ROOT, listed, python_files, text_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 PACKAGED = ("idlm", "train", "infer", "kernels", "conf", "recipes")
 LINKED = ("train", "infer", "kernels", "conf")
 
@@ -80,13 +80,7 @@ def test_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
     clone: Path, tmp_path: Path
 ) -> None:
     names = {name for name in build("build_wheel", clone, tmp_path).namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z", *PACKAGED],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")
-    files = {name for name in tracked if name and (ROOT / name).is_file()}
+    files = {name for name in listed(*PACKAGED) if (ROOT / name).is_file()}
     recipes = {
         f"idlm/conf/recipe/{name.removeprefix('recipes/')}" for name in files if name[:8] == "recipes/"
     }
@@ -113,9 +107,8 @@ def test_every_extra_installs_for_code_that_exists() -> None:
 def test_peft_is_needed_by_tests_alone() -> None:
     assert "peft" not in packages(None)
     assert "peft" in packages("dev")
-    sources = [path for name in (*PACKAGED, "benchmarks") for path in (ROOT / name).rglob("*.py")]
-    users = [path for path in sources if re.search(r"^\s*(from|import) peft\b", path.read_text(), re.M)]
-    assert not users
+    sources = map(text_of, python_files(*PACKAGED, "benchmarks"))
+    assert not [text for text in sources if re.search(r"^\s*(from|import) peft\b", text, re.M)]
 
 
 def test_the_image_the_extras_and_the_pages_allow_the_same_versions() -> None:
@@ -142,9 +135,8 @@ def test_flash_attention_4_is_an_extra_at_tested_versions() -> None:
 
 
 def test_every_extra_that_a_message_or_a_page_names_exists() -> None:
-    folders = (*PACKAGED, "benchmarks")
-    texts = [path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")]
-    texts += [(ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    names = (*python_files(*PACKAGED, "benchmarks"), "README.md", "CONTRIBUTING.md", "Makefile")
+    texts = map(text_of, names)
     named = re.findall(r"(?:idlm|'\.)\[([\w,-]+)\]'|install_command\('([\w-]+)'\)", "\n".join(texts))
     found = {name for pair in named for name in "".join(pair).split(",")}
     assert {"gpu", "flash-attn", "serve", "math", "eval", "dev"} <= found
@@ -162,12 +154,9 @@ def test_grading_and_configuration_need_the_same_antlr() -> None:
 
 def test_a_fix_installs_an_extra_from_the_clone_or_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
+    extras = ("serve", "structured", "math")
     lines = [
-        f"{line.partition(';')[0]}; {line.partition(';')[2] or 'True'} and extra == {extra!r}".replace(
-            "True and ", ""
-        )
-        for extra in ("serve", "structured", "math")
-        for line in PROJECT["optional-dependencies"][extra]
+        f"{line}; extra == {extra!r}" for extra in extras for line in PROJECT["optional-dependencies"][extra]
     ]
     monkeypatch.setattr(errors, "ROOT", ROOT / "tests")
     monkeypatch.setattr(errors.metadata, "requires", lambda name: [*PROJECT["dependencies"], *lines])
@@ -188,31 +177,20 @@ def recipe(*arguments: str) -> str:
 
 def test_every_gpu_test_is_in_a_part_that_make_knows() -> None:
     assert len(PARTS) >= 2 and not list(ROOT.glob("tests/gpu/test_*.py"))
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert recipe("gpu-test", f"PART={part}").rstrip().endswith(f"tests/gpu/{part}")
-        assert f"PART={part}" in contributing
+        assert f"PART={part}" in text_of("CONTRIBUTING.md")
 
-
-@pytest.mark.parametrize("arguments", [[], ["PART=everything"]], ids=str)
-def test_an_unknown_part_is_refused(arguments: list[str]) -> None:
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), "gpu-test", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert all(f"PART={part}" in done.stdout for part in PARTS)
+    for unknown in ([], ["PART=everything"]):
+        command = ["make", "-C", str(ROOT), "gpu-test", *unknown]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode != 0 and all(f"PART={part}" in done.stdout for part in PARTS)
 
 
 def test_imports_are_compiled_once() -> None:
     """pip does not compile them, and an environment may ask Python not to keep what it compiled."""
-    command = [
-        "make",
-        "-C",
-        str(ROOT),
-        "--eval",
-        "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE.",
-        "shown",
-    ]
+    shown = "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE."
+    command = ["make", "-C", str(ROOT), "--eval", shown, "shown"]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "bytecode=." in done.stdout.splitlines()
@@ -220,8 +198,7 @@ def test_imports_are_compiled_once() -> None:
 
 def test_choices_are_compared_on_two_instruction_sets() -> None:
     """A choice that hangs on rounding differs between them."""
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    marked = {name for name in files if "mark.decides\n" in (ROOT / name).read_text(encoding="utf-8")}
+    marked = {name for name in python_files("tests") if "mark.decides\n" in text_of(name)}
     assert "tests/contracts/block/test_block_traps.py" in marked and len(marked) >= 15
     [line] = [one for one in recipe("test-all").splitlines() if one.startswith("ATEN_CPU_CAPABILITY=default")]
     assert {name for name in line.split() if name.endswith(".py")} == marked
@@ -237,7 +214,6 @@ def test_both_commands_run_each_test_once() -> None:
         f"decides and {rest}",
     ]
     assert recipe("test-all") == recipe("test", "test-all"), "a newcomer needs one command"
-    addopts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
-    assert "-m 'not gpu and not multigpu and not sweep'" in addopts, "pytest alone is what `make test` runs"
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert ci.rstrip().endswith("exec make test-all")
+    alone = "-m 'not gpu and not multigpu and not sweep'\""
+    assert alone in text_of("pyproject.toml"), "pytest alone is what `make test` runs"
+    assert text_of(".ci/run").rstrip().endswith("exec make test-all")

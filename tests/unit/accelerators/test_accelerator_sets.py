@@ -1,4 +1,4 @@
-"""Index sets, bounds and sparse attention of 500 random blocks against the papers' equations, in fp64.
+"""Index sets, bounds and sparse attention of random blocks against the papers' equations, in fp64.
 
 Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
 never stored are NaN. B sequences, R rows, W positions of a block, K KV heads, H head dim.
@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.errors import UserError
 from idlm.infer.accelerators import prefix
-from idlm.infer.memory.base import Caching, MemoryDemand
 from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec, KVAccelerator, PassView
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
@@ -245,10 +243,10 @@ def accelerator_of(name: str, **options: Any) -> KVAccelerator:
 
 
 CASES: list[tuple[int, str, dict[str, Any], Any]] = [
-    (4, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
+    (2, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
     (1, "mage", {"k": 200}, lambda: SlowMage(k=200)),
-    (4, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
-    (4, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
+    (2, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
+    (2, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
     (1, "quest", {"k": 9, "page": 4, "exact_layers": 1}, lambda: SlowQuest(k=9, page=4, exact_layers=1)),
     (1, "quest", {"k": 12, "page": 6}, lambda: SlowQuest(k=12, page=6)),
 ]
@@ -262,7 +260,6 @@ CASES: list[tuple[int, str, dict[str, Any], Any]] = [
     ids=lambda value: "" if callable(value) else str(value),
 )
 def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
-    """200 of each accelerator, and some of other settings."""
     num_sparse = 0
     for seed in range(num_worlds):
         world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
@@ -350,13 +347,3 @@ def test_memory_for_ranking_is_asked_for(name: str) -> None:
     per_row = index_bytes + 2 * NUM_KV_HEADS * HEAD_DIM * 8
     assert 0 <= longer.pass_bytes() - made.pass_bytes() <= 10_000 * per_row
     assert accelerator_of("quest").pass_bytes() == 0
-
-
-def test_kv_pages_leave_room_for_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, where the pool takes a share of what is free."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
-    demand = MemoryDemand(device=torch.device("cuda"), page_bytes=1000, max_pages=10_000)
-    assert Caching().plan(demand).num_pages == 800
-    assert Caching().plan(dataclasses.replace(demand, pass_bytes=300_000)).num_pages == 500
-    with pytest.raises(UserError, match="IDLM-0405"):
-        Caching().plan(dataclasses.replace(demand, pass_bytes=800_000))

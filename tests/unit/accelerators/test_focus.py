@@ -33,18 +33,18 @@ NUM_LAYERS = 3
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
 CASES = [
-    (FocusConfig(), 8, 150),
-    (FocusConfig(commit="unfrozen"), 8, 150),
-    (FocusConfig(alpha=1.2), 16, 40),
-    (FocusConfig(importance="block", alpha=1.8), 8, 100),
-    (FocusConfig(importance="block", mean="request", commit="unfrozen"), 16, 40),
+    (FocusConfig(), 8, 75),
+    (FocusConfig(commit="unfrozen"), 8, 75),
+    (FocusConfig(alpha=1.2), 16, 20),
+    (FocusConfig(importance="block", alpha=1.8), 8, 50),
+    (FocusConfig(importance="block", mean="request", commit="unfrozen"), 16, 20),
     (FocusConfig(mean="request", alpha=1.2), 32, 10),
     (FocusConfig(stability="off"), 4, 120),
-    (FocusConfig(stability="plain", commit="unfrozen"), 4, 270),
-    (FocusConfig(rule="published"), 8, 100),
+    (FocusConfig(stability="plain", commit="unfrozen"), 4, 100),
+    (FocusConfig(rule="published"), 8, 50),
     (FocusConfig(rule="published", mean="request", alpha=1.2), 16, 20),
 ]
-"""Options, block size and number of blocks, 1,000 in all."""
+"""Options, block size and number of blocks."""
 
 
 @dataclass(kw_only=True)

@@ -213,8 +213,9 @@ def test_a_repair_that_is_advised_prepares_the_run(name: str, tmp_path: Path) ->
     shutil.copytree(whole, base)
     breaks(base)
     config = config_of(base, tmp_path / "out")
-    refused = of_the_run(config)
+    refused, problems = of_the_run(config), of_the_dry_run(config)[0]
     assert refused is not None and words in f"{refused.message}\n{refused.fix}"
+    assert " ".join(refused.message.split()) in " ".join(str(problems).split()), "the dry run says the same"
     repairs(base, whole, refused.fix)
     assert of_the_run(config) is None
 

@@ -77,7 +77,6 @@ def test_learned_positions_end_before_the_run_does(tmp_path: Path) -> None:
     ("trained", "held_out", "shared"),
     [
         ("data", "data", 2),
-        ("data", "data/b.jsonl", 1),
         ("data/*.jsonl", "data/b.jsonl", 1),
         ("data/a.jsonl", "data", 1),
         ("data", "link.jsonl", 1),

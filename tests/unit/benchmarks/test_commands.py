@@ -121,7 +121,9 @@ def test_rows_come_back_and_bad_lines_are_named(tmp_path: Path) -> None:
         read_rows("demo", results=tmp_path)
 
 
-def test_table_is_made_of_newest_rows_whose_gate_passed(tmp_path: Path) -> None:
+def test_tables_hold_the_newest_rows_whose_gate_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(README)
     rows = [demo_row("ar", 1.0), demo_row("isd", 2.5), demo_row("isd", 3.25, exactness="lossy")]
@@ -135,21 +137,15 @@ def test_table_is_made_of_newest_rows_whose_gate_passed(tmp_path: Path) -> None:
     assert text.startswith("# x\n")
     assert text.endswith("<!-- /results:demo -->\nend\n")
     assert table_main(["--check"], pages=[readme], results=tmp_path) == 0
-
-
-def test_check_finds_a_figure_without_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = tmp_path / "README.md"
-    invented = README.replace("demo -->\n", "demo -->\n| isd | 3.9 |\n", 1)
-    readme.write_text(invented)
-    assert table_main(["--check"], pages=[readme], results=tmp_path) == 1
-    assert "demo" in capsys.readouterr().out
-    assert readme.read_text() == invented
-
-
-def test_a_table_of_one_metric(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- results:demo:latency -->\n<!-- /results:demo:latency -->\n")
     append_rows("demo", [demo_row("ar", 1.5), result_row("demo", {}, "latency", 4.5, "ms")], results=tmp_path)
     assert table_main([], pages=[page], results=tmp_path) == 0
     assert "latency 4.50 ms" in page.read_text()
     assert "1.50" not in page.read_text()
+    readme = tmp_path / "README.md"
+    invented = README.replace("demo -->\n", "demo -->\n| isd | 3.9 |\n", 1)
+    readme.write_text(invented)
+    assert table_main(["--check"], pages=[readme], results=tmp_path) == 1
+    assert "demo" in capsys.readouterr().out
+    assert readme.read_text() == invented

@@ -15,43 +15,17 @@ from benchmarks.training.study import ARMS, CHAINS
 from benchmarks.training.study_report import CONTROL, collect, read_records
 
 
-def record_of(name: str, seed: int, marks: str, **changes: Any) -> dict[str, Any]:
-    cell = {
-        "task": "long",
-        "decoder": "isd" if name.startswith("idlm") else "ar",
-        "strategy": "cold" if name.startswith("idlm") else "ar",
-        "temperature": 1.0,
-        "stride": 3 if name.startswith("idlm") else 1,
-        "exactness": "exact",
-        "marks": f"{sum((mark == '+') << index for index, mark in enumerate(marks)):x}",
-        "num_tokens": 170,
-        "num_forwards": 110,
-        "num_prompt_passes": 10,
-        "accepted": [40, 30] if name.startswith("idlm") else [],
-        "tested": [50, 40] if name.startswith("idlm") else [],
-        "seconds": 1.0,
-        "equal_to_ar": None,
-    }
-    machine = {
-        "gpu": None,
-        "num_gpus": 0,
-        "torch": "2",
-        "triton": None,
-        "commit": None,
-        "date": f"2026-1-{seed}",
-    }
-    return {
-        "name": name,
-        "seed": seed,
-        "size": "toy",
-        "steps": 5,
-        "flops": 1.0,
-        "num": len(marks),
-        "trained": {"seconds": 1.5},
-        "is_whole": True,
-        "machine": machine,
-        "cells": [cell | changes],
-    }
+def record_of(name: str, seed: int, marks: str) -> dict[str, Any]:
+    is_isd = name.startswith("idlm")
+    cell = {"task": "long", "decoder": "isd" if is_isd else "ar", "strategy": "cold" if is_isd else "ar"}
+    cell |= {"temperature": 1.0, "stride": 3 if is_isd else 1, "exactness": "exact", "equal_to_ar": None}
+    cell |= {"marks": f"{sum((mark == '+') << index for index, mark in enumerate(marks)):x}", "seconds": 1.0}
+    cell |= {"num_tokens": 170, "num_forwards": 110, "num_prompt_passes": 10}
+    cell |= {"accepted": [40, 30], "tested": [50, 40]} if is_isd else {"accepted": [], "tested": []}
+    machine = {"gpu": None, "num_gpus": 0, "torch": "2", "triton": None, "commit": None}
+    machine |= {"date": f"2026-1-{seed}"}
+    record = {"name": name, "seed": seed, "size": "toy", "steps": 5, "flops": 1.0, "num": len(marks)}
+    return record | {"trained": {"seconds": 1.5}, "is_whole": True, "machine": machine, "cells": [cell]}
 
 
 def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
@@ -78,10 +52,7 @@ def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
     # Eq. 3 with P_1 = 0.8, P_2 = 0.6: (2 + 0.8) / (2 - 0.6) = 2.
     assert found["idlm_4", "eq3_ratio"][0] == pytest.approx(0.8)
     assert ("ar", "paired_difference") not in found
-    assert {path.name for path in tmp_path.glob("*.svg")} == {
-        "study_quality.svg",
-        "study_tokens_per_forward.svg",
-    }
+    assert len(list(tmp_path.glob("study_*.svg"))) == 2
 
 
 def test_one_seed_has_the_error_of_its_problems() -> None:

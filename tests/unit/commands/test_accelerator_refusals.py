@@ -103,13 +103,6 @@ def test_focus_names_every_reason(options: dict[str, Any], setup: dict[str, Any]
     assert len(str(refusal.value).split("\n  - ")) == 1 + max(1, len(reasons) if len(setup) == 3 else 1)
 
 
-def test_names_of_commits_and_stabilities_are_checked_together() -> None:
-    with pytest.raises(UserError, match="IDLM-0461") as refusal:
-        accelerator_configs({"focus": {"commit": "dirty", "stability": "neighbor"}})
-    text = str(refusal.value)
-    assert all(word in text for word in ("'dirty'", "unfrozen", "'neighbor'", "neighbour"))
-
-
 def test_command_lines_set_options_of_accelerators() -> None:
     arguments = [
         "accelerators=[mage,focus]",
@@ -171,18 +164,3 @@ def test_a_value_that_is_not_a_list_of_accelerators_is_refused_with_an_example(
     with pytest.raises(UserError, match="IDLM-0461") as refusal:
         as_options(given)
     assert words in str(refusal.value)
-
-
-def test_none_means_no_accelerators() -> None:
-    assert as_options(None) == {}
-
-
-def test_help_explains_the_options_of_plug_ins() -> None:
-    shown = describe_plugins()
-    for words in (
-        "`k`: slots before the block",
-        "`alpha`: the number of masks",
-        "`strategy`: which masks",
-        "`stride`",
-    ):
-        assert words in shown

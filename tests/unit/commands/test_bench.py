@@ -13,7 +13,7 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
-from idlm.infer.clients.arms import Greedy, _margin, check_parity
+from idlm.infer.clients.arms import Greedy, check_parity
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.http import ChunkReader, RequestFailure, sampling_fields
@@ -25,7 +25,6 @@ from idlm.infer.clients.loads import (
     load_prompts,
     make_jobs,
     mixed_lengths,
-    poisson_arrivals,
     stat_field,
 )
 
@@ -74,13 +73,6 @@ def test_figures_have_the_names_and_formulas_of_genai_bench() -> None:
     assert (stats["itl"]["min"], stats["itl"]["max"]) == (0.5, 1.0)
     # The server of `single` counts no passes.
     assert row["tokens_per_forward"] == pytest.approx(7 / 4) and row["acceptance_rate"] == 0.5
-
-
-def test_a_load_without_one_answer_has_figures() -> None:
-    row = aggregate([Record(1.0, end=2.0, error="no")], Load("mixed", [], rate=3.0))
-    assert row["error_rate"] == 1 and row["stats"]["ttft"]["p50"] is None
-    assert row["tokens_per_forward"] is None
-    assert (row["num_concurrency"], row["arrival_requests_per_second"]) == (3.0, 3.0)
 
 
 def test_the_mixed_load_is_that_of_the_recorded_runs() -> None:
@@ -152,11 +144,6 @@ def test_what_comes_beside_a_load_has_other_prompts() -> None:
     assert [Job(prompt, params).turns for prompt in (turns, "a", [1])] == [turns, [], []]
 
 
-def test_arrivals_have_their_rate() -> None:
-    arrivals = poisson_arrivals(4001, 50.0, rng=random.Random(3))
-    assert arrivals[-1] == pytest.approx(80, rel=0.1)
-
-
 def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
     first = [Greedy((5, 6, 7), (1.0, 0.01, 1.0)), Greedy((8,), (2.0,))]
     assert check_parity(first, first, rounding=1e-3) == 4
@@ -194,11 +181,6 @@ def test_a_request_names_what_is_not_the_default() -> None:
     params = SamplingParams(temperature=0, max_tokens=3, stop=("a",), logprobs=2, n=2)
     assert sampling_fields(params) == {"temperature": 0, "max_tokens": 3, "stop": ("a",)}
     assert sampling_fields(SamplingParams(), {"temperature"}) == {"temperature": 1.0}
-
-
-def test_margins_are_between_the_two_likeliest() -> None:
-    assert _margin([-3.0, -1.0, -1.5]) == 0.5
-    assert _margin([-1.0]) == 0
 
 
 def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:

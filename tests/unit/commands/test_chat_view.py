@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
@@ -24,9 +23,9 @@ from rich.console import Console
 from idlm.cli.command import Terminated
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.clients.http import Server, ServerAnswerer, run_on_server, stream
+from idlm.infer.clients.http import Server, ServerAnswerer, run_on_server
 from idlm.infer.clients.loads import Job, Load
-from idlm.infer.clients.view import AnswerFigures, Chunk, PlainView, TerminalView, unechoed
+from idlm.infer.clients.view import Chunk, PlainView, TerminalView, unechoed
 
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|\d*[GK])|\r")
 COLOUR = re.compile(r"\x1b\[(3\d)m([^\x1b]*)")
@@ -77,13 +76,6 @@ def test_a_pipe_has_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_server_that_counts_nothing_shows_chunks() -> None:
-    figures = AnswerFigures()
-    for piece in (Chunk("a"), Chunk("b")):
-        figures.add(piece)
-    assert figures.line().startswith("2 chunks")
-
-
 @pytest.fixture
 def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The other end of a terminal that is the standard input."""
@@ -115,13 +107,6 @@ def test_the_terminal_echoes_again_whatever_ends_an_answer(error: type[BaseExcep
         assert not echoes()
         raise error
     assert echoes()
-
-
-def test_input_that_is_no_terminal_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stdin in (None, io.StringIO("a\n")):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with unechoed():
-            pass
 
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -197,11 +182,3 @@ def test_a_stream_that_fails_is_no_answer(content: bytes, words: str) -> None:
 def test_an_answer_that_is_no_stream_is_refused() -> None:
     with pytest.raises(UserError, match="text/event-stream"):
         answer(b"{}", kind="application/json")
-
-
-def test_a_task_reads_the_same_chunks() -> None:
-    async def read() -> list[Any]:
-        async with ScriptedServer(sent(delta("a\u2028b"))).async_client() as client:
-            return [chunk async for chunk in stream(client, "/chat/completions", {})]
-
-    assert asyncio.run(read()) == [delta("a\u2028b")]

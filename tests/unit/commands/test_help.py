@@ -4,7 +4,6 @@ without importing torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from idlm.config.suggest import ALIASES
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.generate import generate
-from idlm.infer.cli.help import from_registry, from_sources, plugins_of
+from idlm.infer.cli.help import from_registry, from_sources
 from idlm.infer.cli.serve import serve
 from idlm.infer.clients.bench import bench
 from idlm.infer.clients.chat import chat
@@ -168,12 +167,3 @@ def test_help_on_plugins_from_their_source_is_that_of_the_plugins(
     kind: str, package: str, registry: object
 ) -> None:
     assert from_sources(package, f"{kind.upper()}S") == from_registry(registry)  # type: ignore[arg-type]
-
-
-def test_help_lists_plugins_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no source in our folders, so all are imported."""
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
-    monkeypatch.setattr("idlm.infer.cli.help.from_registry", lambda registry: {"decoders": registry})
-    assert [plugins_of(kind) for kind in ("decoder", "accelerator")] == [
-        {"decoders": registry} for registry in (DECODERS, ACCELERATORS)
-    ]

@@ -4,8 +4,6 @@ records are found again by the run after.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import signal
@@ -56,26 +54,6 @@ def test_log_probabilities_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert (record["token_ids"], record["tokens_per_forward"]) == ([5, 6], 1.0)
 
 
-def test_an_output_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
-    output = str(tmp_path / "out")
-    (tmp_path / "link").symlink_to("out")
-    with exclusive_output(output, overwrite=False):
-        for name in (output, str(tmp_path / "link"), f"{tmp_path}/../{tmp_path.name}/out"):
-            with (
-                pytest.raises(UserError, match="IDLM-0462.*another run"),
-                exclusive_output(name, overwrite=True),
-            ):
-                pytest.fail("two runs have the lock")
-        with (
-            exclusive_output(str(tmp_path / "other"), overwrite=False),
-            exclusive_output(None, overwrite=False),
-        ):
-            pass
-    with exclusive_output(output, overwrite=False):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["link"]
-
-
 def test_the_lock_of_a_run_ends_when_it_is_killed(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     program = """
@@ -110,28 +88,6 @@ def test_a_file_that_was_finished_before_the_lock_is_not_replaced(
     with pytest.raises(UserError, match="IDLM-0431"), exclusive_output(str(output), overwrite=False):
         pytest.fail("it is lost")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refusing)
-    output = str(tmp_path / "out")
-    with (
-        pytest.warns(UserWarning, match="no locks"),
-        exclusive_output(output, overwrite=False),
-        answer_file(output) as answers,
-    ):
-        answers.write({"a": 1})
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_invalid_unicode_is_escaped(tmp_path: Path) -> None:
-    """A path may hold any byte."""
-    with answer_file(str(tmp_path / "out")) as answers:
-        answers.write({"model": "caf\udce9"})
-    assert json.loads((tmp_path / "out").read_bytes()) == {"model": "caf\udce9"}
 
 
 COMMON = {"model": "m", "model_digest": "d", "decoder": "ar", "sampling.temperature": 0}
@@ -188,12 +144,6 @@ def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "IDLM-0463"
 
 
-def test_a_record_without_settings_is_of_an_older_version(tmp_path: Path) -> None:
-    line = _line(1, "a")
-    with pytest.raises(UserError, match="IDLM-0463: in:1: .* was made by an older version"):
-        _resume_state(tmp_path, [line], _record(line, run_config={}))
-
-
 @pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
 def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     line = _line(1, "a")
@@ -201,14 +151,11 @@ def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: di
         _resume_state(tmp_path, [line], _record(line, **changes))
 
 
-def test_a_failure_with_other_settings_is_answered_again(tmp_path: Path) -> None:
+def test_lines_of_failed_or_lacking_samples_are_answered_again(tmp_path: Path) -> None:
     lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
     failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
     found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
     assert (len(found.finished_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
-
-
-def test_a_line_lacking_a_sample_is_answered_again(tmp_path: Path) -> None:
     line = _line(1, "a", n=2)
     found = _resume_state(tmp_path, [line], _record(line, index=1))
     assert (found.finished_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])

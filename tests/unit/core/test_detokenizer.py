@@ -126,13 +126,6 @@ def _is_character(piece: bytes) -> bool:
         return False
 
 
-def test_a_character_before_a_broken_byte_stays(all_tokenizers: dict[str, Any]) -> None:
-    tokenizer = all_tokenizers[FALLBACK]
-    token_ids = [*_byte_ids(tokenizer, b"A\n\xc3"), tokenizer.get_vocab()["a"]]
-    assert answer_text(tokenizer, token_ids) == "A\n\ufffda"
-    assert _whole(tokenizer, token_ids) == "\ufffd\ufffd\ufffda"
-
-
 def test_half_a_character_is_held_back(all_tokenizers: dict[str, Any]) -> None:
     tokenizer = all_tokenizers["byte_level"]
     token_ids = tokenizer.encode("a👍b", add_special_tokens=False)

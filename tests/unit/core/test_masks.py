@@ -81,14 +81,6 @@ def test_packed_documents_never_see_each_other(stride: int) -> None:
         assert not (mask & other_doc).any()
 
 
-def test_every_row_sees_itself_and_no_row_sees_padding() -> None:
-    meta = packed_meta([(3, 5), (2, 4)], 3, padding=4)
-    mask = dense_mask(meta)
-    assert mask.diagonal().all()
-    is_padding = meta.doc_ids == -1
-    assert torch.equal(mask[:, is_padding].sum(dim=0), torch.ones(4, dtype=torch.int64))
-
-
 def visible_slots(
     limits: torch.Tensor, branch_starts: torch.Tensor, own: torch.Tensor, num_slots: int
 ) -> torch.Tensor:
@@ -123,9 +115,3 @@ def test_the_rows_of_the_engine_see_what_the_rows_of_training_see() -> None:
     assert torch.equal(layout[:, :start], clean_seen[:, :start])
     assert not clean_seen[:, start:].any()
     assert torch.equal(layout[:, start:], noisy_seen)
-
-
-def test_visible_slots_of_causal_and_branch_rows() -> None:
-    seen = visible_slots(torch.tensor([3, 3, 3]), torch.tensor([0, 5, 5]), torch.tensor([2, 5, 6]), 8)
-    as_sets = [set(torch.nonzero(row).squeeze(-1).tolist()) for row in seen]
-    assert as_sets == [{0, 1, 2}, {0, 1, 2, 5}, {0, 1, 2, 5, 6}]

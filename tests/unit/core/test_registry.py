@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from idlm.config.suggest import nearest
 from idlm.errors import UserError
 from idlm.registry import Registry
 
@@ -45,15 +44,6 @@ def test_every_module_of_the_package_is_found_without_a_list(package: Path) -> N
     assert registry.get("beta")() == "beta"
 
 
-def test_collision_names_both_owners(package: Path) -> None:
-    write_plug(package, "alpha")
-    (package / "other.py").write_text((package / "alpha_file.py").read_text())
-    with pytest.raises(
-        ValueError, match=r"plugs_for_test\.alpha_file\.plug and by plugs_for_test\.other\.plug"
-    ):
-        load(package).names()
-
-
 def test_unknown_name_gets_nearest_and_list(package: Path) -> None:
     write_plug(package, "alpha")
     write_plug(package, "omega")
@@ -61,6 +51,15 @@ def test_unknown_name_gets_nearest_and_list(package: Path) -> None:
         load(package).get("alhpa")
     assert caught.value.code == "IDLM-0102"
     assert "alpha, omega" in caught.value.fix
+
+
+def test_collision_names_both_owners(package: Path) -> None:
+    write_plug(package, "alpha")
+    (package / "other.py").write_text((package / "alpha_file.py").read_text())
+    with pytest.raises(
+        ValueError, match=r"plugs_for_test\.alpha_file\.plug and by plugs_for_test\.other\.plug"
+    ):
+        load(package).names()
 
 
 def test_import_error_of_a_member_propagates_every_time(package: Path) -> None:
@@ -99,10 +98,3 @@ def test_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch, value: str, is
             registry.names()
         assert caught.value.code == "IDLM-0103"
     assert calls == ["idlm.plugs"]
-
-
-def test_nearest_finds_leaves_and_refuses_strangers() -> None:
-    known = ["sampling.temperature", "sampling.top_p", "model.path"]
-    assert nearest("temprature", known) == "sampling.temperature"
-    assert nearest("sampling.topp", known) == "sampling.top_p"
-    assert nearest("quantum", known) is None

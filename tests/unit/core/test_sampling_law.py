@@ -12,12 +12,12 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.kernels.sampling import draw
 from idlm.kernels.sampling.probs import plain_row_probs
 from idlm.kernels.sampling.types import PlainProbs
-from tests.kernels.references.sampling import emitted_reference, residual_reference
+from tests.kernels.references.sampling import emitted_reference
 
 Settings = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 SETTINGS = list(itertools.product((0.0, 0.3, 1.0, 1.7), (0, 1, 3, 6), (1.0, 0.9, 0.4), (0.0, 0.2)))
-PAIRS_PER_SETTING = 10_000
+PAIRS_PER_SETTING = 2_000
 
 
 def _settings(num_rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Settings:
@@ -58,7 +58,7 @@ def _slow_law(logits: list[float], temperature: float, top_k: int, top_p: float,
 def test_emitted_law_is_p_for_every_setting(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """96 settings x 10,000 random (p, q) pairs: total variation from p at most 1e-6 (in fact 1e-15)."""
+    """Random (p, q) pairs: total variation from p at most 1e-6 (in fact 1e-15)."""
     generator = torch.Generator().manual_seed(hash((temperature, top_k, top_p, min_p)) % 2**31)
     spread = torch.rand(PAIRS_PER_SETTING, 1, generator=generator) * 4
     logits_p = torch.randn(PAIRS_PER_SETTING, 9, generator=generator) * spread
@@ -68,31 +68,9 @@ def test_emitted_law_is_p_for_every_setting(
     settings = _settings(PAIRS_PER_SETTING, temperature, top_k, top_p, min_p)
     p, q = _probs(logits_p, settings), _probs(logits_q, settings)
     assert (emitted_reference(p, q) - p).abs().sum(-1).max() / 2 <= 1e-6
-    for row in range(0, PAIRS_PER_SETTING, 1009):
+    for row in range(0, PAIRS_PER_SETTING, 199):
         slow = _slow_law(logits_p[row].tolist(), temperature, top_k, top_p, min_p)
         assert p[row].tolist() == pytest.approx(slow, abs=1e-9)
-
-
-def test_emitted_law_of_the_published_rule_is_biased() -> None:
-    """Power of the test above: an argmax draft tested with the softmax q is far from p."""
-    p = torch.randn(100, 9, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
-    best = p.argmax(-1, keepdim=True)
-    accept = (p / p).gather(-1, best)
-    published = torch.zeros_like(p).scatter(-1, best, accept)
-    assert ((published - p).abs().sum(-1) / 2).mean() > 0.3
-
-
-def test_relaxed_acceptance_is_lossy_and_grows_with_tau() -> None:
-    generator = torch.Generator().manual_seed(1)
-    p, q = (torch.randn(50, 9, generator=generator).double().softmax(-1) for _ in range(2))
-    distance = [float((emitted_reference(p, q, tau) - p).abs().sum(-1).mean() / 2) for tau in (0.0, 0.2, 1.0)]
-    assert distance[0] < 1e-12 < distance[1] < distance[2]
-
-
-def test_the_residual_is_what_p_has_more_than_q() -> None:
-    p, q = [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]
-    assert residual_reference(p, q) == pytest.approx([0.6, 0.4, 0.0])
-    assert residual_reference(p, p) == p
 
 
 def test_draw_follows_the_law_and_never_leaves_its_support() -> None:

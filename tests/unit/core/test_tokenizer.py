@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,16 +101,13 @@ def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer, tmp_pa
     assert bundled["model"]["vocab"] == vocabulary(), "new small models have the ids of the bundled ones"
 
 
-def test_mask_token_is_the_first_spare_row(task_tokenizer):
+def test_mask_token_order_of_preference(task_tokenizer, byte_level_dir):
     num_rows = num_embedding_rows(len(task_tokenizer))
     assert resolve_mask_token_id(task_tokenizer, num_rows, None) == len(task_tokenizer) < num_rows
     assert task_tokenizer.convert_ids_to_tokens(len(task_tokenizer)) is None
     assert [num_embedding_rows(num) for num in (31, 32, 33)] == [32, 64, 64]
     if QWEN3.is_dir():
         assert resolve_mask_token_id(tokens.load_tokenizer(QWEN3), 151_936, None) == 151_669
-
-
-def test_mask_token_order_of_preference(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     spare = len(tokenizer)
     tokenizer.mask_token = "<|endoftext|>"
@@ -173,13 +169,10 @@ def test_unusable_mask_tokens_are_refused(task_tokenizer, has_tokenizer, spare_r
     assert caught.value.code == code
 
 
-def test_vocabulary_must_fit_the_embedding(task_tokenizer):
+def test_ids_fit_the_embedding(task_tokenizer, tmp_path):
     tokens.check_vocabulary(task_tokenizer, len(task_tokenizer))
     with pytest.raises(UserError, match="IDLM-0213"):
         tokens.check_vocabulary(task_tokenizer, len(task_tokenizer) - 1)
-
-
-def test_gaps_in_the_ids_count_as_rows(tmp_path):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
@@ -238,20 +231,6 @@ TURNS = [
     {"role": "user", "content": "Two?"},
     {"role": "assistant", "content": "2 日本\n"},
 ]
-
-
-def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
-    token_ids, supervised = render_conversation(byte_level, TURNS)
-    assert byte_level.decode(token_ids) == byte_level.apply_chat_template(TURNS, tokenize=False)
-    runs = re.findall("1+", "".join("1" if flag else "0" for flag in supervised))
-    assert len(runs) == 2
-    target = byte_level.decode([idx for idx, flag in zip(token_ids, supervised, strict=True) if flag])
-    assert target == "1 café<|im_end|>2 日本\n<|im_end|>"
-    for num_turns in (2, 4):
-        prompt_ids = tokens.encode_messages(byte_level, TURNS[:num_turns])
-        assert token_ids[: len(prompt_ids)] == prompt_ids and supervised[len(prompt_ids)]
-        assert not supervised[len(prompt_ids) - 1]
-    assert not any(render_conversation(byte_level, TURNS[:2])[1])
 
 
 def test_template_that_rewrites_history_is_refused(byte_level_dir):

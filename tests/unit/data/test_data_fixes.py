@@ -44,67 +44,22 @@ def turns(*given: Any, **more: Any) -> dict[str, Any]:
 # name: (a record that is refused, words of the error and its fix, the record or the settings by the fix).
 RECORDS: dict[str, tuple[Any, str, Any]] = {
     "not JSON": ('{"prompt": "a",', "is not valid JSON", GOOD),
-    "a list": ([1], "has a JSON", GOOD),
-    "other keys": ({"question_text": "a", "reply_text": "b"}, 'write {"prompt"', GOOD),
-    "two shapes": (
-        GOOD | turns(USER, ANSWER), "choose one of them: data.shape=messages",
-        {"data.shape": "messages"},
-    ),
     "an empty answer": ({"prompt": "", "response": ""}, "at least one token", GOOD),
     "no answer": (turns(USER), "nothing to predict", turns(USER, ANSWER)),
-    "an unknown role": (
-        turns({"role": "narrator", "content": "x"}, ANSWER), "roles are", turns(USER, ANSWER)
-    ),
-    "no role": (turns({"speaker": "user", "content": "a"}, ANSWER), "write a list of", turns(USER, ANSWER)),
-    "no content": (turns({"role": "user"}, ANSWER), "has no content", turns(USER, ANSWER)),
-    "turns as a number": ({"messages": 3}, "write a list of", turns(USER, ANSWER)),
-    "a turn as a number": (turns(3), "write a list of", turns(USER, ANSWER)),
-    "a number as content": (turns(USER | {"content": 3}, ANSWER), "as text", turns(USER, ANSWER)),
     "an image": (
         turns(USER | {"content": [{"type": "image", "image": "x"}]}, ANSWER), 'parts {"type": "text"',
         turns(USER | {"content": [{"type": "text", "text": "a"}]}, ANSWER),
-    ),
-    "a part as a number": (
-        turns(USER | {"content": [3]}, ANSWER), "in parts", turns(USER | {"content": "a"}, ANSWER)
-    ),
-    "a fraction as a weight": (
-        turns(USER, ANSWER | {"weight": 0.5}), "write 0 or 1", turns(USER, ANSWER | {"weight": 1})
-    ),
-    "weights that disagree": (
-        turns(USER, ANSWER | {"weight": 1, "train": False}), "delete all but one",
-        turns(USER, ANSWER | {"weight": 1}),
-    ),
-    "no weight": (
-        turns(USER, ANSWER | {"weight": 0}), "give a turn the weight 1", turns(USER, ANSWER | {"weight": 1})
     ),
     "no weight, skipped": (
         [turns(USER, ANSWER | {"weight": 0}), turns(USER, ANSWER)], "set data.on_bad_record=skip",
         {"data.on_bad_record": "skip"},
     ),
-    "a weight of the record": (turns(USER, ANSWER, weight=0.5), "delete the key weight", turns(USER, ANSWER)),
     "weights of turns that do not fit": (
         turns(USER, ANSWER, weights=[1, 1, 1]), "delete the key weights", turns(USER, ANSWER)
-    ),
-    "tools as a number": (turns(USER, ANSWER, tools=3), "or delete the key", turns(USER, ANSWER)),
-    "tools that are not JSON": (turns(USER, ANSWER, tools="[{"), "or delete the key", turns(USER, ANSWER)),
-    "arguments of a template": (
-        turns(USER, ANSWER, chat_template_kwargs=3), 'chat_template_kwargs as {"enable_thinking": false}',
-        turns(USER, ANSWER, chat_template_kwargs={"enable_thinking": False}),
-    ),
-    "a template's own argument": (
-        turns(USER, ANSWER, chat_template_kwargs={"messages": []}), "leave it out", turns(USER, ANSWER)
-    ),
-    "thinking of no kind": (
-        turns(USER, ANSWER, enable_thinking="maybe"), "write true or false",
-        turns(USER, ANSWER, enable_thinking=True),
     ),
     "an unwanted answer": (
         [GOOD | {"label": False}, GOOD | {"label": True}], "set data.on_bad_record=skip",
         {"data.on_bad_record": "skip"},
-    ),
-    "preferences": (
-        {"prompt": "a", "chosen": "b", "rejected": "c"}, "set data.shape=preference",
-        {"data.shape": "preference"},
     ),
     "another shape": ([GOOD, {"text": "b"}], "put each shape into a file of its own", [GOOD, GOOD]),
     "an open thought": (
@@ -117,11 +72,11 @@ RECORDS: dict[str, tuple[Any, str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep_but(8)
+@pytest.mark.sweep_but(5)
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_that_is_advised_is_read(name: str, tmp_path: Path) -> None:
     broken, words, fixed = RECORDS[name]
-    broken = broken if isinstance(broken, list) and broken != [1] else [broken]
+    broken = broken if isinstance(broken, list) else [broken]
     settings: Settings = {"thinking": "strip"} if "thought" in name else {}
     save_byte_level(tmp_path)
     refused = answer(tmp_path, broken, settings)

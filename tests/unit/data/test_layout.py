@@ -180,10 +180,6 @@ def test_a_share_is_held_out_and_of_little_data_some(
     assert len(held_out(distinct(num, prompt=prompt), holdout=share)) == expected
 
 
-def test_evaluations_get_a_sample_of_any_data_that_can_be_divided() -> None:
-    assert [len(held_out(distinct(num), every=5)) for num in (1, 2, 7)] == [0, 1, 1]
-
-
 def test_the_choice_follows_from_the_content_and_the_seed() -> None:
     pairs = distinct(100)
     chosen = held_out(pairs)
@@ -205,8 +201,3 @@ def test_a_prompt_of_most_samples_is_not_held_out() -> None:
     assert held_out(common) == [], "nothing would be left to train on"
     rare = distinct(3)
     assert all(pair in rare for pair in held_out(common + rare)) and held_out(common + rare)
-
-
-def test_held_out_data_of_its_own_leaves_the_file_whole() -> None:
-    for config in (EvalConfig(path="other.jsonl"), EvalConfig(split="test")):
-        assert held_out_flags(config, Pairs(distinct(40)), seed=0) is None

@@ -37,20 +37,14 @@ def test_calls_and_tools_keep_the_order_of_their_keys() -> None:
     ]
 
 
-def test_calls_after_a_text_belong_to_its_message() -> None:
+def test_calls_belong_to_the_text_before_them() -> None:
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
     found = read({"conversations": [*CHAT, call, call]})["messages"]
     assert found == [USER, ANSWER | {"tool_calls": [CALL, CALL]}]
     with_weight = read({"conversations": [*CHAT, call | {"weight": 0}]})
     assert with_weight == {"messages": [*CHAT, CALLING], "untrained": {2}}
-
-
-def test_a_query_with_calls_as_its_answers() -> None:
     record = {"id": 1, "query": "a", "answers": json.dumps([CALL["function"]]), "tools": [TOOL["function"]]}
     assert read(record) == {"messages": [USER, CALLING], "tools": [TOOL], "ignored": {"id"}}
-
-
-def test_tools_of_a_turn_are_those_of_the_conversation() -> None:
     found = read({"messages": [USER | {"tools": json.dumps([TOOL])}, ANSWER]})
     assert found["tools"] == [TOOL] and found["messages"][0]["tools"] == json.dumps([TOOL])
 

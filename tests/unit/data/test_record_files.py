@@ -11,7 +11,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from idlm.errors import UserError
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
@@ -104,9 +103,3 @@ def test_sequences_of_older_datasets_are_turns(tmp_path: Path, encoder: Encoder)
         for path, source in written(tmp_path, [{"conversation": turns}])
     ]
     assert found == [["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"]] * 4
-
-
-def test_an_unknown_table_is_refused_with_all_of_its_columns(tmp_path: Path, encoder: Encoder) -> None:
-    for path, source in written(tmp_path, [{"input": "a", "reply": "b"}]):
-        with pytest.raises(UserError, match=r"it has the keys \['input', 'reply'\]"):
-            read(path, source, encoder)

@@ -28,6 +28,7 @@ EXTRA: list[tuple[Record, str, Record]] = [
     ({"weight": 0.5}, "delete the key weight", {}),
     ({"loss_mask": [1]}, "delete the key loss_mask", {}),
     ({"loss_mask": [0, 0.5]}, "write 0 or 1", {"loss_mask": [0, 1]}),
+    ({"loss_mask": [0, 1, 1]}, "delete the key loss_mask", {}),
 ]
 TURNS: list[tuple[Record, str, Record]] = [
     ({"content": "b"}, 'write a list of {"role": str, "content": str}', ANSWER),

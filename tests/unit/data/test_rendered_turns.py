@@ -173,14 +173,6 @@ def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder
     assert parts(tokenizer, sample)[1] == ["Hello" + END]
 
 
-def test_a_first_turn_has_the_opened_block_of_its_prompt(folder: Path) -> None:
-    for form in ("opened", "opened, dropped", "opened unless off"):
-        tokenizer = form_tokenizer(folder, form)
-        (sample,) = encoder_of(tokenizer).messages([answer(content=THOUGHT)], origin="here")
-        expected = ("<|im_start|>assistant\n<think>\n", ["WHY so\n</think>\n\nYes it is" + END])
-        assert parts(tokenizer, sample) == expected
-
-
 def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone(folder: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(folder / "behind users", OPENS_AFTER_USERS))
     for turns in ([{"role": "system", "content": "Hi"}], [QUESTION]):
@@ -345,6 +337,6 @@ def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
     assert without_thinking(text, origin="here") == left
 
 
-def test_a_thought_without_an_end_is_refused() -> None:
+def test_only_a_leading_thought_with_an_end_is_removed() -> None:
     with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
         without_thinking("<think>and so on", origin="here")

@@ -72,20 +72,6 @@ def test_named_templates_are_chosen_as_transformers_does(
         assert any(supervised)
 
 
-def test_a_choice_that_nothing_settles_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, named("rag", "tool_use"))
-    for call in (
-        lambda: encode_prompt(tokenizer, "Hi"),
-        lambda: encode_messages(tokenizer, TURNS),
-        lambda: render_conversation(tokenizer, TURNS),
-    ):
-        with pytest.raises(UserError, match=r"IDLM-0215.*rag, tool_use") as caught:
-            call()
-    assert "chat_template.jinja" in caught.value.fix and "'default'" in caught.value.fix
-    for given in ((named("default", "tool_use"), {}), (None, {"chat_template.jinja": NAMED})):
-        assert encode_prompt(tokenizer_of(tmp_path / "fixed", *given), "Hi")
-
-
 def test_names_of_transformers_are_no_arguments_of_a_template(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, NAMED + "{{ tone }}")
     token_ids, _ = render_conversation(tokenizer, TURNS, template_kwargs={"tone": "kind"})
@@ -135,12 +121,6 @@ def test_the_date_of_a_template_is_that_of_its_encoder(
     ]
     assert first.fingerprint() == again.fingerprint() != later.fingerprint()
     assert tokenizer.chat_template == (template if isinstance(template, str) else {"default": DATED})
-
-
-def test_a_date_whose_format_is_computed_is_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, "{%- set form = '%d' %}{{- strftime_now(form) }}" + NAMED)
-    with pytest.raises(UserError, match="IDLM-0219"):
-        with_date(tokenizer, DAY)
 
 
 def test_a_record_that_was_answered_on_another_day_is_refused_with_the_cause(tmp_path: Path) -> None:

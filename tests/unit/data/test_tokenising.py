@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,29 +130,6 @@ def test_a_damaged_part_and_later_ones_are_tokenised_again(
         source = read(stopped, encoder)
     assert lines == list(range(last_line + 1, NUM_RECORDS + 1))
     assert_same_cache(source, stopped, encoder, tmp_path / "whole")
-
-
-def test_a_half_written_part_is_never_used(
-    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process dies while the second part is written: it does not exist under its name."""
-    monkeypatch.setattr(build, "PART_TOKENS", 200)
-    config = config_of(tmp_path)
-
-    @contextmanager
-    def publish(part: Path) -> Iterator[Path]:
-        with original(part) as staging:
-            yield staging
-            if part.name == "000001":
-                (staging / cache.TOKENS).write_bytes(b"half")
-                raise KeyboardInterrupt
-
-    original = cache.publish
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cache, "publish", publish)
-        read(config, encoder)
-    assert [path.name for path in part_folders(config)] == ["000000"]
-    assert_same_cache(read(config, encoder), config, encoder, tmp_path / "whole")
 
 
 def test_parts_of_any_size_hold_the_same_samples(
@@ -326,22 +302,6 @@ def test_a_rank_that_tokenises_reports_its_progress(monkeypatch: pytest.MonkeyPa
     before = progress_count()
     waiting.while_others_wait(work)
     assert before < seen[0] < seen[1] and seen[-1] == 0
-
-
-def test_progress_of_this_process_is_sent_to_the_other_ranks() -> None:
-    watchdog = watching(Clock())
-    watchdog._exchange()
-    before = watchdog.seen[0].heartbeat.progress_count
-    note_progress()
-    watchdog._exchange()
-    assert watchdog.seen[0].heartbeat.progress_count == before + 1
-
-
-def test_a_rank_whose_own_work_is_done_counts_the_progress_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, before = iter([5, 6, 7, 0]), progress_count()
-    monkeypatch.setattr(waiting, "highest", lambda value: next(counts))
-    waiting.while_others_wait(lambda: None)
-    assert progress_count() - before == 3
 
 
 def test_a_killed_worker_is_an_error_that_says_so(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,6 @@ def test_each_key_has_a_share_of_the_queue(
     assert admitted(service(num_keys=num_keys, open_=open_), "a", num_answers) == expected
 
 
-def test_prompts_that_are_encoded_count() -> None:
-    found = service(num_keys=2, open_={})
-    found._encoding = Counter(a=4)
-    assert (admitted(found, "a", 1), admitted(found, "b", 4)) == (429, None)
-
-
 def test_a_request_says_its_priority_and_user() -> None:
     messages = [{"role": "user", "content": "a"}]
     assert ChatRequest(messages=messages).turn("k") == QueueOrder("k", 0, "")  # type: ignore[arg-type]
@@ -274,29 +268,16 @@ def order(waiting: Waiting) -> list[str]:
     return names
 
 
-def test_requests_of_one_client_come_in_order() -> None:
-    assert order(queued(request(str(number)) for number in range(5))) == list("01234")
-
-
-def test_a_second_client_waits_for_one_turn() -> None:
+def test_clients_requests_and_users_take_turns() -> None:
     waiting = queued(request(str(number), client="many") for number in range(500))
     assert [waiting.pop().request_id for _ in range(3)] == ["0", "1", "2"]
     waiting.add(request("one", client="few"))
     assert order(waiting)[:3] == ["3", "one", "4"]
-
-
-def test_a_request_waits_for_one_answer_of_each_other_request() -> None:
     large = [request("large", index) for index in range(1024)]
     names = order(queued([*large, request("small"), request("two", 0), request("two", 1)]))
     assert names[:6] == ["large", "small", "two", "large", "two", "large"]
-
-
-def test_users_of_a_client_take_turns() -> None:
     waiting = queued([request(f"a{n}", user="a") for n in range(3)] + [request("b0", user="b")])
     assert order(waiting) == ["a0", "b0", "a1", "a2"]
-
-
-def test_priority_is_that_within_a_client() -> None:
     own = [request("late", client="a", priority=3), request("soon", client="a", priority=-3)]
     other = [request("x", client="b", priority=9), request("y", client="b")]
     assert order(queued([*own, *other])) == ["soon", "y", "late", "x"]

@@ -6,16 +6,14 @@ tests/kernels/interpreted/sparse/listed_attention.py checks the kernels alike.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 from idlm.kernels.paged_attention import HeadShape, paged_attention, plan_attention
-from tests.kernels.cases.paged_attention import SCALE, causal
+from tests.kernels.cases.paged_attention import SCALE
 from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
-    Work,
     assert_before,
     build_listed,
     dense_before,
@@ -38,7 +36,7 @@ def arguments(listed: ListedCase) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return listed.case.q_RNH, listed.case.k_cache_SKH, listed.case.v_cache_SKH
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(15))
 def test_lists_and_sums_equal_the_definition(seed: int) -> None:
     listed = case_of(seed)
     before = empty_before(listed)
@@ -48,7 +46,7 @@ def test_lists_and_sums_equal_the_definition(seed: int) -> None:
     assert_before(listed, before, 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_fast_truth_is_the_reference(seed: int) -> None:
     listed = case_of(seed)
     expected = paged_attention_reference(
@@ -59,23 +57,3 @@ def test_the_fast_truth_is_the_reference(seed: int) -> None:
     found = dense_before(listed)
     torch.testing.assert_close(found[0], highest_RN)
     torch.testing.assert_close(found[1], totals_RN.log2() + highest_RN)
-
-
-def test_a_list_of_all_slots_is_exact_attention() -> None:
-    sequences = [Work(start=13, indices=(0, 1, 2, 3), size=4, num_clean=3), causal(5, 2)]
-    listed = build_listed(sequences, WIDE, num_listed=20, full=True)
-    plan = plan_attention(listed.rows)
-    found = paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=listed.lists_BKC)
-    exact = plan_attention(replace(listed.rows, listed_B=None, num_listed=0))
-    torch.testing.assert_close(found, paged_attention(*arguments(listed), exact, scale=SCALE))
-
-
-def test_lists_and_plans_must_fit() -> None:
-    listed = build_listed([Work(start=13, indices=(0, 1), size=4)], WIDE, num_listed=5)
-    plan = plan_attention(listed.rows)
-    assert listed.lists_BKC is not None
-    for lists_BKC in (None, listed.lists_BKC.long(), listed.lists_BKC[..., :4]):
-        with pytest.raises(AssertionError):
-            paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=lists_BKC)
-    with pytest.raises(AssertionError):
-        plan_attention(replace(listed.rows, starts_B=None))

@@ -112,15 +112,6 @@ def test_a_pass_stores_most_rows_for_its_time(
     assert found == expected
 
 
-def test_no_graph_has_fewer_rows_than_the_fewest_that_are_stored() -> None:
-    """Also where every size makes decoding slower than it may be."""
-    slow = replace(SMALL, by_rows=((1.0, 1.0), (2.0, 2.0)), slot_rows=0.0)
-    assert prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=90, maximum=64, max_slowdown=2.5) == 64
-    assert (
-        prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=900, maximum=900, max_slowdown=2.5) == 128
-    )
-
-
 def test_times_of_passes_are_kept_in_rows_of_the_largest() -> None:
     seconds = {1: 1e-3, 576: 2.5e-3, 320: 2.6e-3, 4352: 13.6e-3}
     found = replace(SMALL, slot_rows=0.0).measured(seconds, launch_seconds=20e-3)
@@ -139,20 +130,6 @@ def test_a_prompt_is_cut_where_something_decodes() -> None:
     add(scheduler, 4000, 700)
     assert fed(scheduler) == [1, 1 + 256]
     assert fed(scheduler) == [1, 1 + 256]
-
-
-def test_a_prompt_without_rows_of_its_own_never_waits_for_others() -> None:
-    scheduler = scheduler_of(MANY)
-    add(scheduler, 1, 100, 1)
-    assert fed(scheduler) == [1, 100, 1]
-
-
-def test_for_throughput_nothing_is_cut_but_what_is_padded() -> None:
-    scheduler = scheduler_of(MANY, SMALL, schedule="throughput")
-    add(scheduler, 600)
-    assert fed(scheduler) == [1 + 512]
-    add(scheduler, 4100, 700)
-    assert fed(scheduler) == [87, 1 + 4010]
 
 
 @pytest.mark.parametrize(("budget", "costs"), [(100, QWEN3_8B), (MANY, None)])

@@ -17,7 +17,6 @@ from idlm.infer.runtime.logprobs import emitted_logprobs, likeliest
 from idlm.kernels.experts import Routing, route
 from idlm.kernels.prefix_ranking import select_largest
 from idlm.kernels.sampling import draw, judged_draws, row_probs
-from tests.margins import MARGIN, NearTie, assert_apart, assert_gap, clear_choice
 
 pytestmark = pytest.mark.decides
 
@@ -104,21 +103,3 @@ def test_of_equal_experts_and_groups_the_lower_number_is_chosen(device: str) -> 
     logits_RX[:, 90] = 0.0
     logits_RX[:, 250:252] = 1.0
     assert route(logits_RX, grouped)[0].sort(dim=1).values.tolist() == [[0, 1, 250, 251]] * 2
-
-
-def test_a_near_tie_is_refused_by_the_margins_of_the_references() -> None:
-    assert_gap([1.0, 2.0, 3.0], 2)
-    assert_gap([1.0, 1.0], 2)
-    with pytest.raises(NearTie):
-        assert_gap([1.0, 2.0, 2.0 + MARGIN / 2, 3.0], 2)
-    with pytest.raises(NearTie):
-        assert_apart(0.5, 0.5 + MARGIN / 2)
-
-    def best_two(scores: dict[int, float]) -> list[int]:
-        return sorted(sorted(scores, key=lambda key: -scores[key])[:2])
-
-    assert clear_choice(best_two, {0: 0.1, 1: 0.3, 2: 0.3}) == [1, 2]
-    with pytest.raises(NearTie):
-        clear_choice(best_two, {0: 0.1, 1: 0.1 + MARGIN / 2, 2: 0.3})
-    # Ties with the same bits on every device are not near ties.
-    assert clear_choice(best_two, {0: 1.0, 1: 1.0, 2: 1.0}, exact={0, 1, 2}) == [0, 1]

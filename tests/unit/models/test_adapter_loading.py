@@ -17,7 +17,6 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models import weights
 from idlm.lora import MASK_ROW, MAX_RANK, WEIGHTS_FILE, AdapterSpec, base_identity
-from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export_adapter
@@ -168,12 +167,10 @@ def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_
     [
         {"peft_type": "IA3"},
         {"r": 0},
-        {"r": 10**30},
         {"r": "8"},
         {"lora_alpha": None},
         {"target_modules": "all-linear"},
         {"use_dora": True},
-        {"use_rslora": True},
         {"rank_pattern": {"q_proj": 4}},
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
@@ -215,18 +212,6 @@ def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(qwen: Path, tmp_path:
     settings = {"mask_token_id": 48, "stride": 3}
     refused(write_adapter(tmp_path / "without", qwen, **settings), "IDLM-0606", "mask_token_id=48")
     load_model(write_adapter(tmp_path / "with", qwen, has_mask_row=True, **settings), device="cpu")
-
-
-def test_a_damaged_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
-    target = tmp_path / "published"
-    with publish(target) as staging:
-        for file in adapter.iterdir():
-            (staging / file.name).write_bytes(file.read_bytes())
-    load_model(target, device="cpu")
-    content = bytearray((target / WEIGHTS_FILE).read_bytes())
-    content[-1] ^= 1
-    (target / WEIGHTS_FILE).write_bytes(bytes(content))
-    refused(target, "IDLM-0302", WEIGHTS_FILE)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

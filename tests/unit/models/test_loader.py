@@ -16,7 +16,6 @@ from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk, weight_targets
-from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.model.stored import stored_tensors
 from tests.toy import load_model
@@ -270,17 +269,6 @@ def test_harmless_fields_load(checkpoint: Path, changes: dict[str, Any]) -> None
     load_model(checkpoint, device="cpu")
 
 
-def test_sdar_needs_explicit_semantics(checkpoint: Path) -> None:
-    edit_config(checkpoint, architectures=["SDARForCausalLM"], mask_token_id=9)
-    refused(checkpoint, "IDLM-0605", "idlm_config.json", "SDAR", "I-DLM")
-    given = Semantics(causality="block", logit_shift=False, block_size=4)
-    loaded = load_model(checkpoint, device="cpu", semantics=given).semantics
-    assert (loaded.causality, loaded.mask_token_id) == ("block", 9)
-    Semantics(stride=3, mask_token_id=8).save(checkpoint)
-    loaded = load_model(checkpoint, device="cpu").semantics
-    assert (loaded.causality, loaded.stride, loaded.mask_token_id) == ("causal", 3, 8)
-
-
 def test_mask_token_id_must_be_a_row(checkpoint: Path) -> None:
     assert load_model(checkpoint, device="cpu").semantics.mask_token_id is None
     assert load_model(checkpoint, device="cpu", mask_token_id=10).semantics.mask_token_id == 10
@@ -317,18 +305,6 @@ def test_dtype(checkpoint: Path, config_dtype: str, dtype: str | torch.dtype, ex
     assert {parameter.dtype for parameter in model.trunk.parameters()} == {expected}
     assert model.trunk.inv_freq.dtype == torch.float32
     refused(checkpoint, "IDLM-0608", "int8", "bfloat16", dtype="int8")
-
-
-def test_a_manifest_is_checked(checkpoint: Path, tmp_path: Path) -> None:
-    target = tmp_path / "published"
-    with publish(target) as staging:
-        for file in checkpoint.iterdir():
-            (staging / file.name).write_bytes(file.read_bytes())
-    load_model(target, device="cpu")
-    content = bytearray((target / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (target / "model.safetensors").write_bytes(bytes(content))
-    refused(target, "IDLM-0302", "model.safetensors")
 
 
 def broken_json(directory: Path) -> None:

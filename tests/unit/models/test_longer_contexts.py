@@ -57,11 +57,6 @@ def test_no_dimension_rotates_faster_and_a_part_that_does_not_rotate_stays() -> 
     assert longer[0] == 1.0 and longer[31] < part.rope_inv_freq[31] and set(longer[32:]) == {0.0}
 
 
-def test_a_model_of_unbounded_length_gets_the_bound_of_its_training() -> None:
-    spec = replace(spec_of(CONFIG), trained_length=2048, max_positions=1 << 31)
-    assert extended(spec, CONFIG, 2.5).max_positions == 5120
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -146,12 +141,6 @@ def test_factors_and_lengths_out_of_range_are_refused(
     with pytest.raises(UserError, match=code) as caught:
         Engine.from_pretrained(toy, device="cpu", **settings)
     assert words in caught.value.message
-
-
-def test_a_prompt_beyond_the_longest_context_is_refused(toy: Path) -> None:
-    engine = Engine.from_pretrained(toy, device="cpu", rope="ntk", rope_factor=2.0)
-    with pytest.raises(UserError, match="IDLM-0412"):
-        engine.generate([[1] * 128])
 
 
 def test_a_checkpoint_that_scales_its_rotation_is_refused(toy: Path, tmp_path: Path) -> None:

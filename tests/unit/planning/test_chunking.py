@@ -10,7 +10,6 @@ from benchmarks.engine.canvas.executor import forward_of
 from idlm.errors import UserError
 from idlm.infer.mosaic import planner
 from idlm.infer.mosaic.chunking import (
-    MIN_CHUNK_ROWS,
     Forward,
     Misfit,
     max_length,
@@ -86,7 +85,7 @@ def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, 
 
 def test_the_search_is_that_of_the_paper_on_random_graphs() -> None:
     rng, num_chunked = random.Random(1), 0
-    for seed in range(400):
+    for seed in range(200):
         template, sizes = random_template(seed)
         forward, length, wanted = Forward(template), sizes.length, sizes.wanted
         whole = plan_template(template, Sizes(length=length, wanted=wanted))
@@ -97,7 +96,7 @@ def test_the_search_is_that_of_the_paper_on_random_graphs() -> None:
         if expected is not None and isinstance(found, ArenaPlan):
             assert counts(found) == counts(expected), seed
             num_chunked += bool(counts(found))
-    assert num_chunked > 50
+    assert num_chunked > 25
 
 
 def test_the_search_is_that_of_the_paper_where_first_fit_leaves_a_gap(
@@ -139,13 +138,6 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
     assert max(before.values()) > 1
 
 
-@pytest.mark.parametrize("model", SHAPES)
-def test_nothing_is_chunked_while_it_fits(model: str) -> None:
-    forward = trunk_forward(SHAPES[model])
-    plan = search(forward, Sizes(length=8192, wanted=4096), capacity=8 * GIB)
-    assert isinstance(plan, ArenaPlan) and not counts(plan) and plan.template is forward.whole
-
-
 def test_the_peak_toggles_between_logits_and_ffn() -> None:
     """Figure 3 of the paper: the share of wanted rows decides which operator is chunked first."""
     forward = trunk_forward(LLADA_8B)
@@ -166,25 +158,6 @@ def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:
         assert isinstance(found, kind)
 
 
-def test_max_length_of_little_memory() -> None:
-    forward = trunk_forward(SMALL)
-    assert max_length(forward, capacity=0, wanted_share=0.5) == 0
-    smallest = plan_template(forward.whole, Sizes(length=1, wanted=1)).peak_bytes
-    assert max_length(forward, capacity=smallest - 1, wanted_share=1.0) == 0
-    assert max_length(forward, capacity=smallest, wanted_share=1.0) == 1
-
-
-def test_the_ratios_of_the_arms_can_be_planned() -> None:
-    """24 GiB, prompt share 0.5: capacity is what weights and 1 GiB leave (LLaDA-8B: 14.93 GiB of weights)."""
-    capacity = int((24 - 14.93 - 1) * GIB)
-    lengths = {
-        arm: max_length(forward_of(arm, LLADA_8B), capacity=capacity, wanted_share=0.5)
-        for arm in ("paper", "mosaic", "ours")
-    }
-    assert lengths["ours"] >= 0.99 * capacity / (24 * 1024)
-    assert lengths["ours"] >= 1.64 * lengths["mosaic"] and lengths["ours"] >= 1.97 * lengths["paper"]
-
-
 def test_a_canvas_that_is_too_long_is_refused_with_the_operator_and_the_nearest_length() -> None:
     forward = forward_of("mosaic", LLADA_8B)
     nearest = max_length(forward, capacity=8 * GIB, wanted_share=0.25)
@@ -196,30 +169,6 @@ def test_a_canvas_that_is_too_long_is_refused_with_the_operator_and_the_nearest_
     assert "400000 rows, 100000 of them wanted" in refusal.value.message and "v_proj" in refusal.value.message
     assert f"at most {nearest} rows" in refusal.value.fix
     plan_forward(forward, Sizes(length=nearest, wanted=-(-nearest // 4)), capacity=8 * GIB)
-
-
-def test_nothing_fits_no_memory() -> None:
-    with pytest.raises(UserError, match="IDLM-0466") as refusal:
-        plan_forward(trunk_forward(SMALL), Sizes(length=10, wanted=10), capacity=-5)
-    assert refusal.value.fix == "free memory on the device" and "0 bytes" in refusal.value.message
-
-
-def test_an_operator_without_chunks_cannot_be_cut() -> None:
-    template = PassTemplate("whole")
-    template.add_tensor("a", Size(row_bytes=512))
-    template.add_tensor("logits", Size(row_bytes=512, rows=WANTED, chunks="k"))
-    template.add_op("embed", [], ["a"])
-    template.add_op("head", ["a"], ["logits"], chunks=Loop(name="head", rows=WANTED, chunks="k"))
-    found = search(Forward(template), Sizes(length=100, wanted=10), capacity=90 * 512, min_rows=1)
-    assert found == Misfit("head", 101 * 512)
-
-
-def test_chunks_have_at_least_the_rows_asked_for() -> None:
-    forward = trunk_forward(LLADA_8B)
-    length = max_length(forward, capacity=8 * GIB, wanted_share=0.5)
-    plan = search(forward, Sizes(length=length, wanted=length // 2), capacity=8 * GIB)
-    assert isinstance(plan, ArenaPlan)
-    assert plan.sizes.chunk_rows(LENGTH, K_QUERY) in range(MIN_CHUNK_ROWS - 1, MIN_CHUNK_ROWS + 20)
 
 
 @pytest.mark.parametrize("group", [2, 3])

@@ -88,13 +88,10 @@ def test_calls_name_their_range_and_device(driver_with) -> None:
     ]
 
 
-def test_an_error_has_the_names_of_call_and_error(driver_with) -> None:
+def test_failures_are_named(driver_with) -> None:
     driver = driver_with(Bindings(cuMemCreate=(OUT_OF_MEMORY, None)))
     with pytest.raises(DriverError, match="cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"):
         driver.create(2 << 20)
-
-
-def test_a_device_without_virtual_memory_management_is_refused(driver_with) -> None:
     with pytest.raises(DriverError, match="cuda:3 has no virtual memory management"):
         driver_with(Bindings(cuDeviceGetAttribute=(SUCCESS, 0)))
 

@@ -100,18 +100,6 @@ def test_a_frozen_base_is_multiplied_forward_for_all_rows_and_back_for_noisy_one
     assert counted(model, batch, trains_clean=False) == expected - spared
 
 
-def test_an_adapter_without_a_gate_goes_back_through_all_rows() -> None:
-    model = tiny_model("qwen3").train()
-    add_adapter(model, AdapterSpec(rank=4, alpha=8.0, targets=TARGETS), is_gated=False)
-    batch = batch_of([random_sample(0, prompt=8, response=6)], tiny_objective(), stage_of(3))
-    first = model.model.layers[0].self_attn
-    width = first.q_proj.in_features
-    outputs = sum(linear.out_features for linear in (first.q_proj, first.k_proj, first.v_proj))
-    spared = 2 * 20 * (width * outputs + 3 * width * 4)
-    expected = train_flops(work_of(model), without_pairs(batch), trains_clean=True)
-    assert counted(model, batch, trains_clean=True) == expected - spared
-
-
 def test_limits_of_qwen3_8b() -> None:
     """By hand: 407 TFLOP for 4096 tokens, all supervised; twice autoregressive training."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -16,7 +16,6 @@ from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
 
 GIB = 1 << 30
-FINE = {"logits": 10_000, "ffn": 10_000, "experts": 10_000}
 
 
 @pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
@@ -27,19 +26,6 @@ def test_the_bytes_of_a_row_are_those_of_the_table(model: str, arm: str, prompt_
     low, high = (max_length(forward, capacity=num * GIB, wanted_share=1 - prompt_share) for num in (20, 60))
     slope = 40 * GIB / (high - low) / 1024
     assert slope == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
-
-
-@pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
-def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
-    """With fixed fine chunks the peak itself grows by the bytes of the table in shapes.py."""
-    forward = forward_of(arm, SHAPES[model])
-    template = forward.query or forward.whole
-    chunks = FINE | ({"query": 10_000} if arm == "ours" else {})
-    peaks = [
-        plan_template(template, Sizes(length=length, wanted=length // 2, chunks=chunks)).peak_bytes
-        for length in (1_000_000, 3_000_000)
-    ]
-    assert (peaks[1] - peaks[0]) / 2_000_000 / 1024 == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
 
 
 def test_unchunked_live_sets_are_those_of_the_table() -> None:
@@ -53,15 +39,6 @@ def test_unchunked_live_sets_are_those_of_the_table() -> None:
     plan = plan_template(template, Sizes(length=length))
     assert plan.peak_bytes / length / 1024 == pytest.approx(64, abs=0.01)
     assert template.ops[plan.peak_op].name in ("gate_up", "down")
-
-
-def test_the_peak_does_not_depend_on_the_number_of_layers() -> None:
-    sizes = Sizes(length=40_000, wanted=20_000, chunks={"ffn": 3, "logits": 9})
-    peaks = {
-        plan_template(trunk_template(dataclasses.replace(LLADA_8B, num_layers=number)), sizes).peak_bytes
-        for number in (1, 2, 32)
-    }
-    assert len(peaks) == 1
 
 
 def names(plan: ArenaPlan) -> list[str]:

@@ -42,13 +42,6 @@ def test_splits_share_no_skeleton(name, level):
     assert len(skeletons["test"]) > 55
 
 
-@pytest.mark.parametrize(("name", "level"), TASK_LEVELS)
-def test_split_of_the_text_is_the_split_asked_for(name, level):
-    task = TASKS.get(name)(level=level)
-    for split, num in (("train", 200), ("validation", 10), ("test", 10)):
-        assert all(split_of(name, task.sample(index, split).prompt) == split for index in range(num))
-
-
 def renamed(
     prompt: str, rng: random.Random, classes: list[tuple[str, ...]], entities: tuple[str, ...]
 ) -> str:

@@ -58,7 +58,7 @@ def chi_square(counts: Counter, num_cells: int) -> float:
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_checker_accepts_generated_samples(settings):
     task = make(**settings)
-    for index in range(scaled(settings, 5000)):
+    for index in range(scaled(settings, 2000)):
         sample = task.sample(index, "train")
         verdict = task.check(sample.prompt, sample.response)
         assert verdict.correct and verdict.final_answer_correct and verdict.first_bad_step is None, verdict
@@ -68,7 +68,7 @@ def test_checker_accepts_generated_samples(settings):
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_every_changed_number_is_rejected(settings):
     task = make(**settings)
-    for index in range(scaled(settings, 200)):
+    for index in range(scaled(settings, 60)):
         sample = task.sample(index, "train")
         for match in re.finditer(r"\d+", sample.response):
             for wrong in (str(int(match.group()) + 1), f"0{match.group()}", match.group()[:-1]):
@@ -83,7 +83,7 @@ def test_every_changed_number_is_rejected(settings):
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_every_dropped_or_doubled_piece_is_rejected(settings):
     task = make(**settings)
-    for index in range(scaled(settings, 25)):
+    for index in range(scaled(settings, 10)):
         sample = task.sample(index, "train")
         for match in re.finditer(r" ?[A-Za-z]+|\d|\n|[^A-Za-z0-9]", sample.response):
             before, after = sample.response[: match.start()], sample.response[match.end() :]
@@ -97,20 +97,13 @@ def test_every_dropped_or_doubled_piece_is_rejected(settings):
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_every_wrong_entity_is_rejected(settings):
     task = make(**settings)
-    for index in range(scaled(settings, 150)):
+    for index in range(scaled(settings, 40)):
         sample = task.sample(index, "train")
         people = set(re.findall(r"([A-Z][a-z]+) has", sample.prompt))
         for match in re.finditer("|".join(people), sample.response):
             for other in (people | {"Zed"}) - {match.group()}:
                 changed = sample.response[: match.start()] + other + sample.response[match.end() :]
                 assert not task.check(sample.prompt, changed).correct, changed
-
-
-def test_answer_to_another_prompt_is_rejected():
-    task = make(level="tiny")
-    samples = [task.sample(index, "train") for index in range(300)]
-    for one, two in pairwise(samples):
-        assert not task.check(one.prompt, two.response).correct
 
 
 PROMPT = (
@@ -193,7 +186,7 @@ def test_paraphrases_are_uniform_and_independent():
     # The first word tells the forms of this level apart: the name, With, Before, From.
     for level, num_forms in (("tiny", 2), ("p4", 4)):
         task, single, pairs = make(level=level), Counter(), Counter()
-        for index in range(2000):
+        for index in range(1000):
             response = task.sample(index, "train").response
             starts = re.findall(r"(?:^|\. )(With|Before|From|[A-Z][a-z]+ has \d+,)", response)
             kinds = [start if start in ("With", "Before", "From") else "name" for start in starts]

@@ -123,13 +123,6 @@ def test_a_generation_config_in_the_wild_can_be_saved(
     assert read is not None and {name: getattr(read, name) for name in kept} == kept
 
 
-def test_a_generation_config_that_nothing_mends_is_refused(tmp_path: Path) -> None:
-    assert read_generation_config(tmp_path) is None
-    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 0}))
-    with pytest.raises(UserError, match="IDLM-0541.*max_new_tokens"):
-        read_generation_config(tmp_path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_published_weights_have_the_dtype_of_most_of_the_base(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"norm": torch.ones(4, dtype=torch.float32), "weight": torch.ones(64, 4, dtype=dtype)}

@@ -15,7 +15,7 @@ from idlm.errors import UserError
 from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
-from idlm.train.data.packing import best_fit_decreasing, plan_file
+from idlm.train.data.packing import best_fit_decreasing
 from idlm.train.objectives.curriculum import SCHEDULES, Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
@@ -146,34 +146,11 @@ def test_endless_rows_waste_little_and_share_no_sample() -> None:
     assert padding < 0.10, f"{padding=}"
 
 
-def test_a_file_is_used_once_per_epoch_and_in_another_order_next_time() -> None:
-    dataset = make_dataset(FakeSource(200), batch=16)
-    rows = dataset.rows_per_epoch()
-    assert rows is not None
-    epochs = [
-        [i for item in range(e * rows, (e + 1) * rows) for i in dataset.rows.members(item)] for e in (0, 1)
-    ]
-    assert sorted(epochs[0]) == list(range(200))
-    assert sorted(epochs[1]) == list(range(200))
-    assert epochs[0] != epochs[1]
-
-
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
 def test_bins_hold_every_index_once_and_never_overflow(costs: list[int], capacity: int) -> None:
     bins = best_fit_decreasing(costs, capacity)
     assert sorted(i for members in bins for i in members) == list(range(len(costs)))
     assert all(sum(costs[i] for i in members) <= capacity for members in bins)
-
-
-def test_plans_are_reproducible_and_seeded() -> None:
-    costs = np.random.default_rng(0).integers(5, 60, size=3000)
-    plans = [plan_file(costs, 128, seed=seed) for seed in (1, 1, 2)]
-    assert all(map(np.array_equal, plans[0], plans[1]))
-    assert not np.array_equal(plans[0][0], plans[2][0])
-    members, offsets = plans[0]
-    assert sorted(members) == list(range(3000))
-    assert max(costs[row].sum() for row in np.split(members, offsets[1:-1])) <= 128
-    assert costs.sum() / ((len(offsets) - 1) * 128) > 0.97
 
 
 def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:

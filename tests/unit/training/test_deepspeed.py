@@ -15,9 +15,9 @@ from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_config, hold_gradients
-from idlm.train.planning.estimate import advice, explain_out_of_memory
+from idlm.train.planning.estimate import explain_out_of_memory
 from idlm.train.planning.memory import ModelShape, memory_plan
-from idlm.train.planning.state import GIB, state_bytes, state_setup, state_terms
+from idlm.train.planning.state import state_bytes, state_setup, state_terms
 
 
 def config_of(**changes: object) -> TrainConfig:
@@ -252,13 +252,6 @@ def test_running_out_of_memory_names_settings_with_numbers(
     ):
         assert word in caught.value.fix
     explain_out_of_memory(RuntimeError("something else"), config, nn.Linear(1, 1), world_size=8)
-
-
-def test_the_last_resort_is_a_shorter_sample() -> None:
-    config = config_of(**{"train.zero_stage": 3, "model.gradient_checkpointing": "true"})
-    shown = advice(config, num_trained=GIB, num_frozen=0, world_size=8)
-    assert any("train.max_length=2048" in line for line in shown)
-    assert not any("batch_size" in line or "zero_stage" in line for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -262,16 +262,6 @@ def test_the_head_is_given_back_even_when_the_loss_fails() -> None:
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
-    model, objective, stage = tiny_model("qwen2"), tiny_objective(), stage_of(4)
-    samples = [random_sample(seed, prompt=2 + seed, response=5 + seed) for seed in range(4)]
-    packed = terms_of(model, batch_of(samples, objective, stage, padding=7), objective, stage).sums
-    alone = sum(
-        terms_of(model, batch_of([sample], objective, stage), objective, stage).sums for sample in samples
-    )
-    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-6)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("chunk_rows", [None, 3])
 def test_acceptance_is_the_overlap_of_both_distributions_by_draft_position(

@@ -54,18 +54,13 @@ def write(directory: Path, samples: report.SampleReport | None, metrics: list[di
     return report.write_report(directory, metrics, {}, samples).read_text()
 
 
-def test_plots_draw_the_boundary_at_the_last_step_of_a_stage(
+def test_plots_draw_the_ends_of_stages_and_losses_on_a_logarithmic_axis(
     tmp_path: Path, figures: dict[str, Figure]
 ) -> None:
     write(tmp_path, None, records())
     for figure in figures.values():
         dotted = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
         assert dotted == [65, 120]
-
-
-def test_the_losses_have_a_logarithmic_axis_so_that_the_first_steps_hide_nothing(
-    tmp_path: Path, figures: dict[str, Figure]
-) -> None:
     write(tmp_path, None, records())
     scales = {name: figure.axes[0].get_yscale() for name, figure in figures.items()}
     assert scales == {"losses.png": "log", "acceptance.png": "linear", "tpf.png": "linear"}

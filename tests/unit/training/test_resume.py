@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import shutil
 import signal
 import time
@@ -17,7 +16,6 @@ import yaml
 from idlm.checkpoint import FOR_PEOPLE, verify
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
 from idlm.train.check import check_config
 from idlm.train.checkpoint import save as reshard
@@ -73,13 +71,6 @@ def test_a_file_not_in_the_manifest_is_refused(tmp_path: Path) -> None:
         verify(target, sealed=True)
     with pytest.raises(UserError, match="IDLM-0302"):
         choose_checkpoint(config_of(tmp_path, resume=target), SHAPE)
-
-
-def test_two_hundred_damages_are_refused_by_name(tmp_path: Path) -> None:
-    from benchmarks.training.resume import damaged_checkpoints
-
-    refused, complaints = damaged_checkpoints(save(tmp_path, 3), 200, random.Random(0))
-    assert (refused, complaints) == (200, [])
 
 
 def test_what_dead_publishers_left_is_cleared(tmp_path: Path) -> None:
@@ -150,12 +141,6 @@ def test_what_deepspeed_cannot_convert_is_said(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"IDLM-0513.*checkpoint-4"):
         reshard.reshard(target)
     assert not (target.parent / "resharded" / target.name).exists()
-
-
-def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> None:
-    target = save(tmp_path, 4, replace(SHAPE, zero_stage=None))
-    now = replace(SHAPE, zero_stage=None, world_size=4, accumulation=8)
-    assert choose_checkpoint(config_of(tmp_path), now) == target
 
 
 def test_a_run_begun_anew_moves_the_stages_of_the_old_one_aside_too(tmp_path: Path) -> None:
@@ -229,9 +214,8 @@ def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
 
 
 NOT_ALLOWED = (
-    *(f"{key}={value}" for key in ("train.learning_rate", "plan.tflops") for value in ("nan", "inf")),
-    *("train.row_length=0", "train.row_length=-5", "train.epochs=nan", "train.hang_seconds=inf"),
-    *("train.max_grad_norm=nan", "eval.holdout=nan", "output_dir=''"),
+    *(f"{key}={value}" for key in ("train.learning_rate",) for value in ("nan", "inf")),
+    *("train.row_length=0", "train.epochs=nan", "train.max_grad_norm=nan", "output_dir=''"),
 )
 
 
@@ -244,10 +228,7 @@ def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, argument: str
         check_config(compose("train", TrainConfig, [*arguments, argument]))
 
 
-PATHS = ("output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "eval.path")
-
-
-@pytest.mark.parametrize("key", [*PATHS, "train.deepspeed"])
+@pytest.mark.parametrize("key", ["output_dir", "model.path", "data.path", "train.deepspeed"])
 def test_an_empty_path_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("config.json", "private.jsonl"):
@@ -323,36 +304,10 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -
     assert "give one of them" in _fix(other, 8)
 
 
-def test_one_process_gets_an_error_with_settings_that_fit(tmp_path: Path) -> None:
-    config = config_of(tmp_path, **{"train.global_batch": 5, "train.batch_size": 2})
-    assert _fix(config, 1) == "set train.batch_size=1, or set train.global_batch=4"
-    config = config_of(tmp_path, **{"train.global_batch": 12, "train.batch_size": 8})
-    assert _fix(config, 2) == "set train.batch_size=6, or set train.global_batch=16"
-
-
 def _fix(config: TrainConfig, world_size: int) -> str:
     with pytest.raises(UserError, match="IDLM-0516") as caught:
         with_accumulation(config, world_size=world_size)
     return caught.value.fix
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"),
-        OSError(28, "No space left on device"),
-        OSError(27, "File too large"),
-        RuntimeError("I/O error: File too large (os error 27)"),
-        RuntimeError("I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_is_the_same_error_in_every_writer_and_rank(tmp_path: Path, error: Exception) -> None:
-    kept = save(tmp_path, 4)
-    for writing in (publish(kept), translate_disk_errors(kept)):
-        with pytest.raises(UserError, match="IDLM-0301"), writing:
-            raise error
-    verify(kept, sealed=True)
-    assert [path.name for path in kept.parent.iterdir()] == ["checkpoint-4"]
 
 
 def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:

@@ -117,12 +117,6 @@ def test_models_are_replayed_on_one_gpu(choice: str, device: str, world_size: in
     assert not replays("off", torch.device(device), world_size=world_size)
 
 
-def test_an_embedding_that_gets_rows_past_its_arguments_has_no_graph() -> None:
-    fields = {"tie_word_embeddings": False}
-    model = adapted("llama", attention="idlm_split", is_gated=False, mask_row=True, **fields)
-    assert not can_capture(model)
-
-
 @pytest.mark.parametrize(
     ("weights", "num_rows", "is_gated", "expected"),
     [

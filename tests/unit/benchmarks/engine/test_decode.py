@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.engine.block_harness import Answers, BlockArm, pass_cost, whole_answers
+from benchmarks.engine.block_harness import Answers, BlockArm, whole_answers
 from benchmarks.engine.canvas_cache import (
     CanvasEngine,
     CanvasLoad,
@@ -16,11 +16,10 @@ from benchmarks.engine.canvas_cache import (
 )
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import Trace, trace_of
-from benchmarks.engine.sparse_attention import SparseArm, block_floor_ms, trace_of_passes
+from benchmarks.engine.sparse_attention import SparseArm, block_floor_ms
 from benchmarks.models import random_model, weight_bytes
 from benchmarks.stream import Rates
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
-from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
 
 
@@ -42,22 +41,6 @@ def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
     assert measured.tokens_per_forward() == pytest.approx(formula(trace.acceptance()), rel=0.05)
 
 
-def test_without_a_trace_random_weights_accept_little() -> None:
-    """Shows that the test above can fail."""
-    model = random_model("tiny", device="cpu", dtype=torch.float32)
-    load = Load(concurrency=8, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
-    arm = Arm(name="arm", strategy="branch")
-    measured = Measured(arm=arm, load=load, width=1)
-    SteadyEngine(model, arm, load, None).measure(measured)
-    assert measured.tokens_per_forward() < 2
-
-
-@pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("p1.5", 4)])
-def test_a_missing_trace_is_refused(name: str, stride: int) -> None:
-    with pytest.raises(UserError, match="IDLM-0109"):
-        trace_of(name, stride)
-
-
 SIZE, CONTEXT = 8, 16
 
 
@@ -65,15 +48,6 @@ def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     load = Load(concurrency=4, context=CONTEXT, num_tokens=2 * SIZE, sampling=SAMPLING[sampling])
     return whole_answers(model, BlockArm(name="arm", stride=SIZE, fused=fused), load, trace)
-
-
-@pytest.mark.parametrize("sampling", ["T1", "qwen3"])
-def test_answers_take_the_passes_of_the_trace(sampling: str) -> None:
-    """Whatever the confidence of random weights; without fused commits another pass stores a clean block."""
-    trace = trace_of("p0.53", SIZE)
-    separate = answers_of(trace, fused=False, sampling=sampling)
-    assert separate.num_passes == separate.num_expected
-    assert separate.num_tokens == 4 * 2 * SIZE
 
 
 def test_fused_commits_save_a_pass_per_block() -> None:
@@ -84,17 +58,6 @@ def test_fused_commits_save_a_pass_per_block() -> None:
     # All blocks but an answer's last are stored.
     assert separate.num_passes == separate.num_expected == fused.num_expected + 1 + 2 + 2 + 2
     assert fused.num_passes <= fused.num_expected + 1
-
-
-def test_the_cost_of_a_pass_follows_its_rows() -> None:
-    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
-    spec = model.spec
-    work = pass_cost(model, num_sequences=2, rows=16, slots=10)
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    layer = spec.width * spec.head_dim * (heads + spec.num_heads) + 3 * spec.width * spec.ffn_width
-    head = spec.width * spec.vocab_size
-    assert work.linears(16, 8) == 2 * (16 * spec.num_layers * layer + 8 * head)
-    assert work.attention_flops == 2 * 2 * 16 * 10 * spec.num_heads * spec.head_dim * spec.num_layers
 
 
 LOAD = CanvasLoad(canvas=48, answer=24, block=8, passes=3, num_blocks=2)
@@ -122,14 +85,6 @@ def test_every_arm_makes_the_decisions_of_the_first() -> None:
     chosen_BPW = decisions.chosen_SW[:-1].view(LOAD.num_blocks, LOAD.passes, LOAD.block)
     tokens_BPW = decisions.tokens_SW[:-1].view_as(chosen_BPW)
     assert torch.equal((tokens_BPW * chosen_BPW).sum(1).flatten(), expected)
-
-
-@pytest.mark.parametrize("num_passes", [32, 24, 16, 8])
-def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
-    decided = [1 + count for count in trace_of_passes(num_passes, 32).accepted]
-    for start in range(num_passes):
-        assert sum((decided * 2)[start : start + num_passes]) == 32
-    assert min(decided) >= 1
 
 
 def test_floors_follow_from_bytes() -> None:

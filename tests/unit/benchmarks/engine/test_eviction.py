@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ import torch
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, UnmaskingReplay, implied_rows
 from benchmarks.engine.eviction_trace import (
-    FULL,
     RowCounts,
     limit_ms,
-    rows_of,
-    rules_of,
     synthetic_trace,
 )
 from benchmarks.models import model_spec, random_model
@@ -58,25 +54,6 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
     with pytest.raises(AssertionError, match="not the places of the trace"):
         for num_passes in range(20, 40):
             steady(EvictionArm(name="full", stride=8)).window(1, num_passes)
-
-
-def test_a_trace_of_another_arm_is_found_out() -> None:
-    """Full blocks decide what FOCUS would have left out."""
-    trace = synthetic_trace(16, num_blocks=12)
-    with pytest.raises(AssertionError, match="decides rows that are not retained"):
-        rows_of(trace.blocks[FULL], rules_of(16, evicts=True, alpha=1.0), evicts=True)
-
-
-def test_the_drawn_trace_is_as_redundant_as_it_says() -> None:
-    trace, focus = synthetic_trace(32), EvictionArm(name="focus", stride=32, alpha=1.5, commit="unfrozen")
-    full = implied_rows(trace, replace(focus, alpha=None))
-    assert full.retained / full.tokens == pytest.approx(15.0, abs=0.5)
-    rows = implied_rows(trace, focus)
-    assert rows.suffix_per_token == pytest.approx(3.25, abs=0.1)
-    # Whole blocks are stored anew, all their rows or those that are not frozen.
-    clean = implied_rows(trace, replace(focus, commit="clean"))
-    assert clean.committed == pytest.approx(32 * clean.tokens / 32)
-    assert rows.committed < clean.committed and rows.retained == clean.retained
 
 
 def sdar_8b() -> LoadedModel:

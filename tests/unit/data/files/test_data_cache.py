@@ -178,13 +178,6 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
         read(config_of(path, workers=2), encoder_of(tokenizer))
 
 
-def test_a_copy_for_another_process_holds_no_tokens(tmp_path: Path, tokenizer) -> None:
-    source = read(config_of(write(tmp_path / "a.jsonl", 5)), encoder_of(tokenizer))
-    expected = contents(source)
-    assert source.__getstate__()["_maps"] == {}
-    assert contents(copy.deepcopy(source)) == expected
-
-
 def dataset_of(
     source: Any, *, max_length: int = 40, row_length: int = 100, overlong: str = "drop", seed: int = 1
 ):
@@ -319,23 +312,6 @@ def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> 
         inspect_data(config, dataset, endless)
     one = endless.encode("1", add_special_tokens=False)[0]
     assert inspect_data(config, dataset, endless, stop_token_ids=[one]).num_open == 0
-
-
-def test_the_report_of_an_endless_source_looks_at_its_beginning(tokenizer) -> None:
-    config = DataConfig(source="task", task="ledger", level="tiny")
-    source = SOURCES.get("task")(config, encoder_of(tokenizer))
-    dataset = dataset_of_endless(source)
-    report = inspect_data(config, dataset, tokenizer)
-    assert (report.num_samples, len(report.lengths), report.rows_per_epoch) == (None, 64, None)
-    assert report.lengths.sum() == sum(len(source.sample(index)) for index in range(64))
-    assert 0.1 < report.supervised_share < 1
-
-
-def dataset_of_endless(source: Any) -> PackedDataset:
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
-    return PackedDataset(
-        source, objective, max_length=400, row_length=800, overlong="error", pad_token_id=0, seed=0
-    )
 
 
 def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokenizer) -> None:

@@ -186,11 +186,6 @@ def test_a_damaged_line_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     assert "a.jsonl:2" in second.message and "repair or delete that line" in second.fix
 
 
-def test_plain_text_under_the_name_of_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="IDLM-0231"):
-        rows(written(tmp_path / "a.jsonl.gz"))
-
-
 ROOT = Path(__file__).resolve().parents[4]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 

@@ -67,17 +67,6 @@ def test_datasets_that_cannot_be_had_are_named(
         read(DataConfig(source="hf", path="someone/somewhere"), encoder)
 
 
-def test_hidden_and_temporary_files_of_a_folder_are_not_rows(tmp_path: Path, encoder: Encoder) -> None:
-    folder = tmp_path / "folder"
-    data = lines(folder / "a.jsonl", "Sam has 1.")
-    for name in (".a.jsonl", "a.jsonl.tmp", "b.jsonl.part", "~$a.jsonl", "_temporary/a.jsonl", "c.jsonl~"):
-        lines(folder / name, "Lea has 2.")
-    source = read(DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache")), encoder)
-    assert source.num_samples == 1
-    assert source.header["files"] == [str(data)]
-    assert str(folder / "_temporary/a.jsonl") in source.header["left_out"]
-
-
 def test_held_out_data_takes_the_split_that_eval_names(tmp_path: Path, encoder: Encoder) -> None:
     import datasets
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from idlm.errors import UserError
-from idlm.files.records import SUFFIXES, find_files
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
@@ -115,50 +114,6 @@ def test_texts_are_supervised_whole_and_alpaca_appends_the_input(
     assert tokenizer.decode(ids) == "<bos>Sam has 1\n\n2 keys.\n\n2<eos>"
 
 
-def test_every_file_format_gives_the_same_samples(tmp_path: Path, encoder: Encoder) -> None:
-    import datasets
-    import pyarrow
-    from pyarrow import parquet
-
-    records = [
-        {"messages": [{"role": "user", "content": f"Sam has {i}."}, {"role": "assistant", "content": f"{i}"}]}
-        for i in range(10)
-    ]
-    lines = [json.dumps(record) for record in records]
-    (tmp_path / "one.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "one.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    (tmp_path / "array.json").write_text("\ufeff" + json.dumps(records, indent=1), encoding="utf-8")
-    (tmp_path / "tight.json").write_text(json.dumps(records))
-    shards = tmp_path / "shards" / "deep"
-    shards.mkdir(parents=True)
-    (shards / "a.jsonl").write_text("\n".join(lines[:4]))
-    (shards / "b.jsonl").write_text("\n".join(lines[4:]))
-    (shards / "info.json").write_text("{}")
-    table = pyarrow.Table.from_pylist([record | {"score": 1.5, "tools": None} for record in records])
-    parquet.write_table(table, tmp_path / "one.parquet", row_group_size=3)
-    dataset = datasets.Dataset.from_list(records)
-    dataset.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "saved_dict"))
-    paths = {
-        "jsonl": ["one.jsonl", "one.jsonl.gz", "array.json", "tight.json", "shards", "shards/*/*.jsonl"],
-        "parquet": ["one.parquet"],
-        "hf": ["saved", "saved_dict"],
-    }
-    found = {
-        name: contents(
-            read(
-                DataConfig(source=source, path=str(tmp_path / name), cache_dir=str(tmp_path / "cache")),
-                encoder,
-            )
-        )
-        for source, names in paths.items()
-        for name in names
-    }
-    assert len(found["one.jsonl"]) == 10
-    for name, samples in found.items():
-        assert samples == found["one.jsonl"], name
-
-
 def test_each_file_of_the_folder_is_one_source() -> None:
     files = Path(sources.__file__).parent.glob("*.py")
     assert sorted(path.stem for path in files if path.stem != "__init__") == SOURCES.names()
@@ -232,25 +187,10 @@ ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
     ("record", "code", "message"),
     [
         ({"title": "a", "body": "b"}, "IDLM-0202", "nearest shape"),
-        ({"prompt": "a", "respnse": "b"}, "IDLM-0202", "nearest shape is 'pair', which lacks response"),
-        ({"instruction": "a", "outputs": "b"}, "IDLM-0202", "nearest shape is 'alpaca', which lacks output"),
-        ({"conversation": []}, "IDLM-0202", "conversation=[], which is not a list of turns"),
-        ({"text": "a", "messages": []}, "IDLM-0202", "several shapes: messages, text"),
-        ({"messages": [{"role": "user"}]}, "IDLM-0202", "messages[0] (user) has no content"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "IDLM-0202", "messages[0].content[0]='a'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "IDLM-0204", "nothing to predict"),
-        ({"messages": []}, "IDLM-0202", "messages=[], which is not"),
-        (
-            {"messages": [{"role": role, "content": "a"} for role in ("user", "Assistant", "assistant")]},
-            "IDLM-0202",
-            "role 'Assistant'",
-        ),
         (ANSWER | {"prompt": [2**33, 2]}, "IDLM-0202", "prompt[0]=8589934592, which is not"),
         (ANSWER | {"token_ids": [2**31]}, "IDLM-0202", "token_ids that are not"),
-        (ANSWER | {"token_ids": [2**40]}, "IDLM-0202", "token_ids that are not"),
         (ANSWER | {"token_ids": [9999]}, "IDLM-0227", "token id 9999"),
-        (ANSWER | {"prompt": [9999]}, "IDLM-0227", "token id 9999"),
-        ({"conversations": [{"from": "bing", "value": "a"}]}, "IDLM-0202", "role 'bing'"),
         ({"text": "  "}, "IDLM-0204", "an empty text"),
     ],
 )
@@ -272,11 +212,6 @@ def test_a_given_shape_settles_what_fits_several(tmp_path: Path, tokenizer, enco
         read(jsonl(tmp_path, record, shape="pair"), encoder)
 
 
-def test_nothing_but_bad_records_is_an_error(tmp_path: Path, encoder: Encoder) -> None:
-    with pytest.raises(UserError, match=r"IDLM-0208.*data\.jsonl:1"):
-        read(jsonl(tmp_path, "{", "{", on_bad_record="skip"), encoder)
-
-
 def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> None:
     encoder = Encoder(tokenizer, mask_token_id=MASK, use_chat_template=False)
     sample = encoder.pair("Sam has 1", "1-1=0", origin="here")
@@ -296,17 +231,6 @@ def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokeniz
     read(config, encoder)
     with pytest.raises(UserError, match=r"IDLM-0206.*data\.jsonl:3 contains"):
         read(config, strict)
-
-
-@pytest.mark.parametrize("path", ["", " "])
-def test_an_empty_path_is_not_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "private.jsonl").write_text("{}\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"IDLM-0209.*empty"):
-        find_files(path, SUFFIXES["jsonl"])
 
 
 def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Encoder) -> None:

@@ -12,15 +12,12 @@ import functools
 import itertools
 import random
 import statistics
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from benchmarks.results import read_rows
 from idlm.infer.decoders.base import StrideMode, rows_by_mode
 from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
-from idlm.infer.decoders.rejection import DraftBuffer
-from idlm.infer.runtime.stride_controller import StepLoad, StepTimes, StrideController
+from idlm.infer.runtime.stride_controller import StepLoad, StepTimes
 from idlm.semantics import Semantics
 
 CONTEXT = 1024
@@ -120,93 +117,3 @@ class Machine:
             if width << k <= MAX_TIMED_ROWS
         }
         return StepTimes(measured=measured, widths=self.widths, seconds_per_slot=slot_error * SLOT_SECONDS)
-
-    def controller(self, times: StepTimes | None, acceptance: Sequence[float] = ()) -> StrideController:
-        """A fresh one."""
-        return StrideController(
-            self.modes, self.widths, self.decoder.tokens_per_forward, acceptance=acceptance, times=times
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Sequences:
-    """`number` sequences in mid-answer, each with its draft buffer. `acceptance` of drafts from masks, once
-    those before them were accepted, and `filled` of those from verification rows."""
-
-    machine: Machine
-    number: int
-    acceptance: float
-    filled: float = 0.0
-    buffers: list[DraftBuffer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.buffers = [DraftBuffer(0)] * self.number
-
-    def load(self, context: int = CONTEXT) -> StepLoad:
-        """What the controller is asked with."""
-        return StepLoad(num_sequences=self.number, num_slots=self.number * context)
-
-    def run(self, mode: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """A pass: expected tokens, and accepted and tested drafts and whether they are from masks."""
-        rng, tokens, tests = self.machine.rng, 0.0, []
-        layouts = self.machine.decoder._layouts[mode]
-        for index, buffer in enumerate(self.buffers):
-            layout = layouts[buffer.index(self.machine.decoder.num_masks)]
-            num, chance = layout.num_drafts, self.filled if buffer.from_verify_rows else self.acceptance
-            tokens += sum(chance**at for at in range(num + 1))
-            accepted = next((at for at in range(num) if rng.random() >= chance), num)
-            tests.append((accepted, min(num, accepted + 1), not buffer.from_verify_rows))
-            self.buffers[index] = layout.next_buffers[accepted]
-        return tokens, tests
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """A controller at work. Results are told `num_inflight` passes late. `captures`: the first pass of a
-    shape also captures its graph."""
-
-    machine: Machine
-    controller: StrideController
-    num_inflight: int = 4
-    captures: bool = False
-    chosen: list[int] = field(default_factory=list)
-    _captured: set[tuple[int, int]] = field(default_factory=set)
-    _inflight: deque[tuple[int, StepLoad, float, list[tuple[int, int, bool]]]] = field(default_factory=deque)
-
-    def rate(self, sequences: Sequences, num_passes: int, context: int = CONTEXT) -> float:
-        """Tokens per second of so many passes."""
-        tokens = elapsed = 0.0
-        for _ in range(num_passes):
-            load = sequences.load(context)
-            mode = self.controller.choose(load)
-            self.chosen.append(mode)
-            seconds = self.machine.seconds(mode, load)
-            emitted, tests = sequences.run(mode)
-            shown = self.machine.disturbed(seconds)
-            if self.captures and (mode, load.num_sequences) not in self._captured:
-                self._captured.add((mode, load.num_sequences))
-                seconds, shown = seconds + CAPTURE_SECONDS, shown + CAPTURE_SECONDS
-            tokens, elapsed = tokens + emitted, elapsed + seconds
-            self._inflight.append((mode, load, shown, tests))
-            self._collect(self.num_inflight)
-        self._collect(0)
-        return tokens / elapsed
-
-    def _collect(self, maximum: int) -> None:
-        while len(self._inflight) > maximum:
-            mode, load, seconds, tests = self._inflight.popleft()
-            self.controller.observe_time(mode, load, seconds)
-            for accepted, tested, from_masks in tests:
-                self.controller.observe_drafts(accepted, tested, from_masks=from_masks)
-
-
-def fixed_rates(sequences: Sequences, num_passes: int, context: int = CONTEXT) -> list[float]:
-    """Tokens per second of each mode alone, over so many passes after eight."""
-    machine, rates = sequences.machine, []
-    for mode in range(len(machine.modes)):
-        own = replace(sequences, buffers=[])
-        for _ in range(8):
-            own.run(mode)
-        tokens = sum(own.run(mode)[0] for _ in range(num_passes))
-        rates.append(tokens / num_passes / machine.seconds(mode, own.load(context)))
-    return rates

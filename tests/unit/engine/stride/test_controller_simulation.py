@@ -103,16 +103,6 @@ def test_it_never_loses_more_than_a_percent_to_ar(num_sequences: int, acceptance
         assert _run(machine, controller, load, acceptance, 100) >= 0.99 * ar
 
 
-@pytest.mark.parametrize("num_sequences", CONCURRENCY)
-def test_the_first_pass_is_near_the_best(num_sequences: int) -> None:
-    machine = Machine(3)
-    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
-    load = _load(num_sequences)
-    mode = controller.choose(load)
-    rate = num_sequences * _tokens(mode, 0.9) / machine.seconds(mode, load)
-    assert rate >= 0.93 * _best(machine, load, 0.9)
-
-
 def test_a_clock_that_slows_down_changes_no_choice() -> None:
     machine = Machine(5)
     controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
