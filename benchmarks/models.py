@@ -195,7 +195,6 @@ def _fill_randomly(trunk: DenseTrunk) -> None:
 
 
 def slot_bytes(model: LoadedModel) -> int:
-    """Bytes of keys and values of one token."""
     return 2 * model.local.num_layers * model.local.num_kv_heads * model.local.head_dim * model.dtype.itemsize
 
 

@@ -40,7 +40,6 @@ class Tracer:
         self._paths: dict[str, str | None] = {}
 
     def __enter__(self) -> Tracer:
-        """Trace this thread and all threads that start from now on."""
         threading.setprofile(self._on_event)
         sys.setprofile(self._on_event)
         return self

@@ -29,7 +29,6 @@ class Rates:
 
 
 def measure_rates(device: str = "cuda") -> Rates:
-    """Measure and print both rates of this run."""
     rates = Rates(stream=stream_rate(device=device), product=matmul_rate(device=device))
     print(
         f"read-only stream {rates.stream / 1e12:.3f} TB/s, bf16 product {rates.product / 1e12:.1f} TFLOP/s",

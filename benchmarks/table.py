@@ -74,7 +74,6 @@ def section(name: str, results: Path) -> str:
 
 
 def _tables(rows: list[Row]) -> str:
-    """One table for each kind of case (the keys that it has), and a caption for all."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["case"]:

@@ -105,7 +105,6 @@ class SteadyBlocks(SteadyEngine):
         return [self.load.context + number * size // num for number in range(num)]
 
     def start_and_warm_up(self) -> None:
-        """Start all requests and run the first passes."""
         self.start_requests()
         self.run_passes(WARM_UP_PASSES)
         self.drain()

@@ -292,7 +292,6 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
 
 
 def _published(bench: Bench) -> Arm:
-    """The arm with the largest stride up to the authors'."""
     stride = max(stride for stride in bench.numbers("strides") if stride <= PUBLISHED_STRIDE)
     return Arm(name=f"cold {stride}", strategy="cold", stride=stride)
 

@@ -66,7 +66,6 @@ class Bench(models.Bench):
         return EvictionArm(name="full", stride=self.trace.block_size)
 
     def focus(self, commit: str = "unfrozen") -> EvictionArm:
-        """FOCUS as it is by default, with these commits."""
         return replace(self.full, name="focus", alpha=self.trace.alpha, commit=commit)
 
     def passes(self, batch: int) -> int:
@@ -74,7 +73,6 @@ class Bench(models.Bench):
         return self.number("passes") * (SMALL_FACTOR if batch <= SMALL_BATCH else 1)
 
     def load(self, batch: int) -> Load:
-        """The load of a cell, with room for the tokens of all rounds."""
         num_passes = (MAX_WARM_ROUNDS + self.number("rounds")) * self.passes(batch)
         num_tokens = TOKENS_A_PASS * num_passes + 4 * self.trace.block_size
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
@@ -104,7 +102,6 @@ class Bench(models.Bench):
         return found.tokens_per_second(implied_rows(self.trace, arm).tokens)
 
     def limit(self, arm: EvictionArm, batch: int) -> float:
-        """Tokens per second at most, from the trace's rows."""
         rows, size = implied_rows(self.trace, arm), self.trace.block_size
         decided = rows.tokens * self.number("rounds") * self.passes(batch)
         slots = self.context + WARM_UP_BLOCKS * size + decided / 2 + size

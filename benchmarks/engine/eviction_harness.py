@@ -78,7 +78,6 @@ class UnmaskingReplay:
         return whole - done + done_last
 
     def decided_before(self, lane: int, start: int, num_passes: int) -> list[bool]:
-        """The places that the first passes of a block have decided."""
         done_PW = self.decided_LPW[self.block(lane, start), :num_passes]
         return [bool(flag) for flag in done_PW.sum(dim=0) > 0]
 
@@ -99,14 +98,12 @@ class UnmaskingReplay:
         return (proposed._replace(confidence_BW=confidence_BW.to(proposed.confidence_BW.dtype)), *others)
 
     def _index(self, lanes_B: Tensor, active: Any) -> Tensor:
-        """Index of each sequence's pass among all passes of the trace."""
         passes_B = active.num_passes_B.clamp(max=self._num_passes - 1)
         return self.block(lanes_B, active.starts_B) * self._num_passes + passes_B
 
 
 @contextlib.contextmanager
 def replaying_blocks(replay: UnmaskingReplay) -> Iterator[None]:
-    """Replay in all engines of this process."""
     select, propose = FocusPass._select, BlockDecoder._propose
 
     def selecting(self: FocusPass, *given: Tensor) -> Any:
@@ -197,7 +194,6 @@ class Window:
 
     @property
     def traced_share(self) -> float:
-        """Share of the passes of all sequences that are passes of the trace."""
         return self.num_traced / (self.batch * sum(self.passes))
 
     @property
@@ -284,7 +280,6 @@ class SteadyTrace(SteadyBlocks):
         return found
 
     def _note(self, found: Window, before: dict[int, tuple[int, int, int]], counts: tuple[Any, ...]) -> None:
-        """What the rounds decided and computed."""
         for lane, (start, passes, tokens) in self._positions().items():
             first_start, first_passes, first_tokens = before[lane]
             found.num_tokens += tokens - first_tokens
@@ -320,14 +315,12 @@ class SteadyTrace(SteadyBlocks):
 
 
 def row_counts_of(engine: Any) -> tuple[int, ...]:
-    """The engine's cumulative counts of pairs, waits and rows, as numbers."""
     counts = engine.row_counts
     rows = ((each.fed, each.retained, each.head) for each in (counts.requested, counts.computed))
     return (counts.num_pairs, counts.num_waits, *itertools.chain(*rows))
 
 
 def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
-    """Rows of a mean pass of an arm, from the trace."""
     evicts, size = arm.replayed == FOCUS, trace.block_size
     rules = rules_of(size, evicts=evicts, alpha=trace.alpha, commit=arm.commit)
     return rows_of(trace.blocks[arm.replayed], rules, evicts=evicts)

@@ -45,7 +45,6 @@ class BlockTrace:
     deltas: tuple[tuple[float, ...], ...]
 
     def masks(self, size: int) -> list[list[int]]:
-        """The masks that each pass begins with."""
         left, found = list(range(size)), []
         for indices in self.decided:
             found.append(left)
@@ -78,7 +77,6 @@ class RowCounts:
 
     @property
     def prefix_per_token(self) -> float:
-        """Rows of layers 0 and 1 for each token."""
         return (self.fed + self.committed) / self.tokens
 
     @property
@@ -113,7 +111,6 @@ def rows_of(blocks: Sequence[BlockTrace], rules: FocusRules, *, evicts: bool) ->
 def _select(
     state: BlockState, masks: list[int], deltas: dict[int, float], rules: FocusRules, *, evicts: bool
 ) -> Selection:
-    """What a pass retains after layer 1."""
     if evicts:
         return select_by(state, masks, masks, deltas, rules)
     everything = tuple(range(rules.size))
@@ -177,6 +174,5 @@ def limit_ms(model: LoadedModel, rows: RowCounts, *, batch: int, slots: float, r
 
 
 def linear_flops(model: LoadedModel, rows: RowCounts, *, batch: int) -> float:
-    """FLOPs of all linears of a mean pass without eviction."""
     *weights, head = [weight.numel() for weight in weights_of(model)]
     return 2.0 * batch * (sum(weights) * (rows.retained + rows.committed) + head * rows.head)

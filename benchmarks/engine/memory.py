@@ -134,7 +134,6 @@ def measure(arguments: list[str]) -> int:
 
 
 def measure_l_max(session: Session) -> None:
-    """L_max of every arm at every cap and prompt share."""
     model, layers = session.model, int(session.options["probe_layers"])
     for text in session.options["caps"].split(","):
         cap: float = int(text) if text.isdigit() else float(text)
@@ -288,7 +287,6 @@ def draw(results: Path, folder: Path) -> None:
 
 
 def _best_l_max(results: Path) -> dict[str, float]:
-    """The newest L_max by arm, the better allocator."""
     newest: dict[tuple[str, str], float] = {}
     wanted = {"model": MODEL, "cap_gib": CAP_GIB, "prompt_share": SHARE}
     for row in read_rows("memory", results=results):

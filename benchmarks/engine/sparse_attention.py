@@ -72,7 +72,6 @@ class Bench(models.Bench):
     gates: dict[str, bool] = field(default_factory=dict)
 
     def load(self, context: int, batch: str) -> Load:
-        """The load of a cell, with room for the tokens of a round."""
         num_tokens = (self.number("blocks") + WARM_UP_BLOCKS + 1) * self.number("block")
         size = largest_batch(self.model, context, num_tokens) if batch == "max" else int(batch)
         return Load(concurrency=size, context=context, num_tokens=num_tokens, sampling=SAMPLING["greedy"])
@@ -183,12 +182,10 @@ class SparseArm(BlockArm):
     exact_share: float = 0.2
 
     def decoder_options(self) -> dict[str, Any]:
-        """Those of a block that takes its quota."""
         # Named in full: `slots=True` makes a class anew, for which a bare super() fails.
         return {**BlockArm.decoder_options(self), "steps": self.num_passes}
 
     def accelerators(self) -> Mapping[str, Any]:
-        """The accelerator of this name; none for exact attention."""
         if self.name not in SPARSE:
             return {}
         kind = ACCELERATORS.get(self.name)
@@ -211,7 +208,6 @@ class SteadyContexts(SteadyBlocks):
     """
 
     def start_and_warm_up(self) -> None:
-        """Start all requests and run them into their second blocks."""
         assert isinstance(self.arm, SparseArm)
         runner: Any = self.engine._parts.runner
         if self.arm.name == "quest":
@@ -255,7 +251,6 @@ def tpob_ms(measured: BlockMeasured) -> float:
 
 
 def largest_batch(model: LoadedModel, context: int, num_tokens: int) -> int:
-    """Sequences whose KV fits with graphs and buffers."""
     if model.device.type != "cuda":
         return 2
     free = int(free_bytes(model)) - RESERVED_BYTES

@@ -54,7 +54,6 @@ class Step:
 
     @property
     def num_seen(self) -> int:
-        """Slots of a sequence that its rows see."""
         return self.rows.max_slots if self.lists_LBKC is None else self.rows.num_listed + self.rows.max_rows
 
     @property

@@ -68,7 +68,6 @@ def _layers(step: Step, *, before: bool = False) -> Attend:
 def _measured(
     report: Report, arms: dict[str, tuple[Step, Attend]]
 ) -> tuple[dict[str, float], dict[str, bool]]:
-    """Seconds of a layer of each arm, and whether its last sequence is right."""
     gates = {}
     for name, (step, attend) in arms.items():
         last = len(step.rows.block_table) - 1
@@ -88,7 +87,6 @@ def _add_us(report: Report, arm: str, step: Step, seconds: float, gate: bool, ra
 
 
 def _exact(report: Report, batch: int, context: int, rates: Rates) -> None:
-    """Exact attention of one case, and what the sums before the block cost."""
     step = _step(dict(report.options), batch=batch, context=context)
     arms = {"exact": (step, _layers(step)), "ranking": (step, _layers(step, before=True))}
     seconds, gates = _measured(report, arms)

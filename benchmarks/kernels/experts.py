@@ -53,7 +53,6 @@ class Layer:
         return torch.randn(num, WIDTH, device="cuda", dtype=BF16)
 
     def ours(self, x_RD: Tensor, pdl: bool | None = None) -> Tensor:
-        """Our layer, as infer/models/moe.py runs it."""
         chosen, weights = self.routed(x_RD, pdl)
         return experts(x_RD, self.gate_up, self.down, chosen, weights, pdl=pdl)
 
@@ -103,7 +102,6 @@ class Layer:
         return run
 
     def routed(self, x_RD: Tensor, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
-        """Chosen experts and their weights."""
         return route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
 
     def is_right(self, x_RD: Tensor) -> bool:
@@ -170,7 +168,6 @@ def measure(arguments: list[str]) -> int:
 
 
 def _layer(bench: Bench, inputs: list[Tensor]) -> None:
-    """Measure the whole layer, its products and both baselines."""
     layer = bench.layer
     is_right = layer.is_right(inputs[0])
     # It waits for the host, so that no graph can hold it.

@@ -103,7 +103,6 @@ def _fp64_logits(hidden_YD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def speeds(report: Report, problem: Problem, gates: dict[str, bool], share: float) -> None:
-    """Time of every arm and its share of the library's rate."""
     gathered_XD = problem.hidden_RD[problem.rows_X]
     logits_XV = torch.empty(len(gathered_XD), VOCABULARY, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {name: partial(problem.proposals, name) for name in ROUTES}

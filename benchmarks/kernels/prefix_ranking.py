@@ -53,7 +53,6 @@ class Problem:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys before all blocks, in all layers."""
         slots = len(self.lanes_B) * self.ranking.max_slots
         return len(self.slots_LZKC) * slots * NUM_KV_HEADS * HEAD_DIM * self.ranking.keys_LSKH.itemsize
 
@@ -118,7 +117,6 @@ def _scores(ranking: RankingPass, layer: int, sequence: int) -> Iterator[Tensor]
 
 
 def _fill_sums(ranking: RankingPass, layer: int, sequence: int) -> None:
-    """What exact attention leaves: maxima and sums of every row."""
     rows_W = ranking.rows_BW[sequence]
     for kv_head, scores_XS in enumerate(_scores(ranking, layer, sequence)):
         max_X = scores_XS.amax(-1)

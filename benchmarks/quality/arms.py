@@ -71,7 +71,6 @@ def results_of(
 
 
 def result_of(arm: Any, evaluation: Evaluation) -> ArmResult:
-    """The result of an arm."""
     marks = tuple(verdict.correct for verdict in evaluation.verdicts)
     return ArmResult(arm=arm, evaluation=evaluation, marks=marks)
 

@@ -122,7 +122,6 @@ class Bench:
     failed: list[str] = field(default_factory=list)
 
     def result(self, arm: Arm) -> Result:
-        """The answers of an arm, decoded now if they are not yet."""
         key = repr(arm)
         if key not in self.results:
             self.results[key] = self._decoded(arm)
@@ -179,7 +178,6 @@ def selection(bench: Bench) -> None:
 
 
 def judged(bench: Bench) -> None:
-    """Tables 4 and 5 at the default alpha. Judged: threshold 0.9."""
     for threshold in map(float, bench.options["thresholds"].split(",")):
         base = bench.full(threshold)
         bench.add(base, base)

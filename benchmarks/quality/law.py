@@ -134,7 +134,6 @@ def _printed(outcome: Outcome) -> Outcome:
 
 
 def run_case(case: Case) -> Outcome:
-    """Draw the case's responses from an engine of its own."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -84,7 +84,6 @@ class Bench:
         return int(self.options[name])
 
     def samples(self, context: int, num: int) -> tuple[Task, list[TaskSample]]:
-        """The task with contexts of this length, and its held-out samples."""
         knobs = {"min_context": context, "max_context": context}
         knobs |= dict.fromkeys(("min_records", "max_records"), self.number("records"))
         task: Task = TASKS.get("recall")(level=self.options["level"], **knobs)
@@ -169,7 +168,6 @@ def contexts_with_room(shares: dict[int, float]) -> list[int]:
 
 
 def answers_of(bench: Bench, context: int, arm: str, part: int | None) -> Answers:
-    """Answers of the engine at one context, with exact attention or an arm's budget."""
     print(f"decoding: context {context}, {arm}, k 1/{part or 1}", flush=True)
     task, samples = bench.samples(context, bench.number("num"))
     budget = {} if part is None else {"k": context // part, "exact_layers": bench.number("exact_layers")}

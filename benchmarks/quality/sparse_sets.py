@@ -170,7 +170,6 @@ class Fidelity:
 
 
 def num_exact_passes(arm: str, num_passes: int) -> int:
-    """Passes at the beginning of a block that are exact."""
     by_arm = {"mage": 1, "sparsed": math.ceil(round(EXACT_SHARE * num_passes, 6))}
     return by_arm.get(arm, 0)
 

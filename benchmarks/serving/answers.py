@@ -79,7 +79,6 @@ def generate(engine: Engine, prompts: list[list[int]], fields: dict[str, Any]) -
 
 
 def stream(port: int, prompts: list[list[int]], fields: dict[str, Any]) -> int:
-    """The number of tokens of a server's streams."""
     fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
     bodies = ({**fields, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts))
 

@@ -50,7 +50,6 @@ class Bench:
     peer: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Add a row, whose case has the model and the settings that were given."""
         case = {"model": self.options["model"], **case}
         if case.get("engine", "idlm") == "idlm":
             case |= {**self.settings, **self.peer}
@@ -58,17 +57,14 @@ class Bench:
 
     @property
     def scale(self) -> int:
-        """All lengths are divided by it."""
         return SCALES.get(self.options["model"], 1)
 
     @property
     def parts(self) -> list[str]:
-        """What to measure."""
         return self.options["parts"].split(",")
 
     @property
     def concurrency(self) -> list[int]:
-        """Requests at a time, one load each."""
         return numbers(self.options["concurrency"])
 
     @property
@@ -81,7 +77,6 @@ class Bench:
 
     @property
     def ids(self) -> range:
-        """Token ids of prompts; the last one is the mask."""
         return range(MODELS[self.options["model"]]["vocab_size"] - 1)
 
     def mixed_load(self, concurrency: int) -> Load:

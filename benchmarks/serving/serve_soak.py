@@ -152,7 +152,6 @@ async def _read(port: int, stream: Stream, api_key: str) -> str | None:
 
 
 def state_of(server: Running) -> State:
-    """What a server holds when all streams have ended."""
     server.wait_until_idle()
     # Connections that were left close within this time.
     time.sleep(1)

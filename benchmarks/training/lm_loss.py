@@ -100,7 +100,6 @@ def liger() -> Loss:
 def _checked(
     problem: Problem, arms: dict[str, Loss]
 ) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
-    """MB beyond inputs, outputs and gradients, and errors of each arm."""
     truth = reference(problem)
     errors, extra = {}, {}
     for name, loss in arms.items():
@@ -114,7 +113,6 @@ def _checked(
 
 
 def one_pass(problem: Problem, loss: Loss, *, stores_gradients: bool = False) -> Tensor:
-    """Forward and backward; returns the loss."""
     value = loss(problem.hidden, problem.weight, problem.labels)
     value.backward()
     if not stores_gradients:

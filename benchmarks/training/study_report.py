@@ -60,7 +60,6 @@ class Measured:
         return float(sum(cell[name] for cell in self.cells.values()))
 
     def by_position(self, name: str) -> list[int]:
-        """Sums of a count of drafts at each position."""
         return [sum(column) for column in zip(*(cell[name] for cell in self.cells.values()), strict=True)]
 
     @property

@@ -274,7 +274,6 @@ def _case(options: Mapping[str, str], arm: str, result: dict[str, Any]) -> dict[
 def _measured(
     options: Mapping[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
 ) -> list[tuple[str, float, str, float | None]]:
-    """Metric, value, unit and floor."""
     # Of shorter samples attention takes less than is counted.
     flops = shape.flops_per_token(MODES.get(arm, "full"))
     limit = None if options["shortest"] else result["matmul_flops"] / flops

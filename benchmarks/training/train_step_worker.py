@@ -63,7 +63,6 @@ class _Clock(TrainerCallback):
         return control
 
     def gaps(self) -> list[float]:
-        """Seconds of the measured steps."""
         ends = self.ends[WARM_STEPS - 1 :]
         pairs = zip(ends, ends[1:], strict=False)
         if not torch.cuda.is_available():

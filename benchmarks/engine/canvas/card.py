@@ -78,7 +78,6 @@ class Search:
     probes: list[tuple[int, bool]] = field(default_factory=list)
 
     def try_length(self, probe: Callable[[int], bool], length: int) -> None:
-        """Probe one length and narrow the bounds."""
         is_fit = probe(length)
         self.probes.append((length, is_fit))
         if is_fit:
@@ -122,7 +121,6 @@ Timeline = list[tuple[float, float]]
 
 
 def timeline_of(events: Iterable[Mapping[str, Any]]) -> Timeline:
-    """The timeline of torch's trace of one device."""
     changes = [
         (event["time_us"], SIGNS[event["action"]] * event["size"])
         for event in events

@@ -200,7 +200,6 @@ class Canvas:
 def random_canvas(
     length: int, prompt_share: float, *, vocab: int, mask_id: int, device: torch.device
 ) -> Canvas:
-    """A prompt of random tokens, then masks."""
     masks = num_masks(length, prompt_share)
     generator = torch.Generator(device).manual_seed(0)
     ids_BL = torch.randint(vocab - 1, (1, length), generator=generator, device=device)

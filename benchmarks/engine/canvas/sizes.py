@@ -61,7 +61,6 @@ def attention_flops(spec: ModelSpec, length: int) -> float:
 
 
 def live_bytes_per_token(spec: ModelSpec, arm: str, prompt_share: float) -> float:
-    """Bytes of a token that an arm has alive at once."""
     x = ITEM_BYTES * spec.width
     q = ITEM_BYTES * spec.num_heads * spec.head_dim
     kv = ITEM_BYTES * spec.num_kv_heads * spec.head_dim

@@ -153,7 +153,6 @@ class SteadyEngine:
         self._num_rounds = 0
 
     def _lengths(self) -> list[int]:
-        """Lengths of the prompts: the context and the pending token after it."""
         return [self.load.context + 1] * self.load.concurrency
 
     @property
@@ -212,7 +211,6 @@ class SteadyEngine:
         self._num_rounds += 1
 
     def abort_all(self) -> None:
-        """Abort all requests and wait for their steps."""
         for request_id in list(self.engine._active):
             self.engine.abort(request_id)
         self.drain()
@@ -234,7 +232,6 @@ class SteadyEngine:
         return sum(len(event.token_ids) for event in self.engine.take_events())
 
     def num_captured(self) -> int:
-        """Graphs that were captured in traffic."""
         return int(self.engine.metrics()["graphs_captured_in_traffic"])
 
     def num_passes(self) -> int:

@@ -32,7 +32,6 @@ def overwrite_kernel(
     num_masks,
     MASKS: tl.constexpr,
 ):
-    """One active sequence; an inactive one has the real verdict already."""
     i_sequence = tl.program_id(0).to(tl.int64)
     if tl.load(p_active + i_sequence).to(tl.int32) != 0:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)

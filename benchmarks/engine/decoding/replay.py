@@ -115,7 +115,6 @@ class Trace:
 
     @property
     def mean(self) -> float:
-        """Drafts that a test accepts on average."""
         return sum(self.accepted) / len(self.accepted)
 
     def acceptance(self) -> list[float]:
