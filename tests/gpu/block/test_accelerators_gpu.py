@@ -19,9 +19,8 @@ from tests.contracts.accelerators.cases import (
     STRATEGY,
     exactly,
     thinly,
-    watch_logits,
 )
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, clear_answers, greedy
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, clear_answers, greedy, watch_passes
 from tests.toy import write_toy_checkpoint
 
 SIZE = 32
@@ -89,9 +88,9 @@ def test_logits_at_full_budget_are_those_of_exact_attention(
             strategy="sequential",
             accelerators=accelerators,
         )
-        seen = watch_logits(engine, monkeypatch)
+        passes = watch_passes(engine, monkeypatch)
         engine.generate([PROMPTS[4]], greedy(max_tokens=6))
-        logits.append(torch.cat([logits_XV[:, :MASK_ID].float() for logits_XV in seen[:5]]))
+        logits.append(torch.cat([logits_XV[:, :MASK_ID].float() for _, logits_XV in passes[:5]]))
     error, size = (logits[0] - logits[1]).square().mean().sqrt(), logits[0].square().mean().sqrt()
     assert float(error / size) < 0.02
 
