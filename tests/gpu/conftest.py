@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _no_time_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "AUTO_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _share_of_the_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine takes most of the free memory, so each of several workers sees its share alone."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1 or "alone" in request.keywords or not torch.cuda.is_available():
+        return
+    mem_get_info = torch.cuda.mem_get_info
+
+    def share(device: Any = None) -> tuple[int, int]:
+        free, total = mem_get_info(device)
+        return max(0, min(free, total // workers - torch.cuda.memory_reserved(device))), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", share)
 
 
 @pytest.fixture

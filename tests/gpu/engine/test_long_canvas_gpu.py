@@ -18,6 +18,7 @@ from tests.gpu.engine import test_mosaic_gpu as mosaic
 from tests.gpu.engine.test_mosaic_gpu import WIDE, wide
 
 __all__ = ["wide"]
+pytestmark = pytest.mark.alone
 NUM_ROWS, NUM_WANTED = 620_000, 64
 SHARPNESS = 8**0.5
 """Of queries and of keys. Scores then spread by 8, so few rows out of all decide what a row attends to."""
