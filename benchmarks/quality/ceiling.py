@@ -98,8 +98,8 @@ def highest_acceptance(p_KV: Tensor) -> float:
     In each v the mean is concave in q[v] with slope (number of k whose p exceeds q[v]) / K. So the steepest
     pieces are filled first, until q sums to 1.
     """
-    p_KV = p_KV.sort(dim=0).values
-    pieces_K = p_KV.diff(dim=0, prepend=torch.zeros_like(p_KV[:1])).sum(dim=1, dtype=torch.float64)
+    p_VK = p_KV.T.contiguous().sort(dim=1).values
+    pieces_K = p_VK.diff(dim=1, prepend=torch.zeros_like(p_VK[:, :1])).sum(dim=0, dtype=torch.float64)
     filled_K = pieces_K.cumsum(0).clamp(max=1.0).diff(prepend=pieces_K.new_zeros(1))
     slopes_K = torch.arange(len(p_KV), 0, -1, device=p_KV.device, dtype=torch.float64) / len(p_KV)
     return float((filled_K * slopes_K).sum())
