@@ -114,7 +114,7 @@ def _select(
     if evicts:
         return select_by(state, masks, masks, deltas, rules)
     everything = tuple(range(rules.size))
-    return Selection(retained=everything, budget=rules.size, limit=rules.size, deltas=deltas)
+    return Selection(retained=everything, budget=rules.size, limit=rules.size)
 
 
 def synthetic_trace(block_size: int, *, num_blocks: int = NUM_BLOCKS) -> UnmaskTrace:
