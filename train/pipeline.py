@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainingArguments
+from transformers.utils.logging import disable_progress_bar
 
 from idlm.cli.command import absent
 from idlm.devices import is_out_of_memory, require_gpu
@@ -55,10 +56,6 @@ from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.prepare import Prepared, data_report, prepare, remember_base, remember_data
 from idlm.train.report import Sampler, report_run
 
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6
 """Of a save that has not been measured: a slow network disk."""
@@ -66,9 +63,6 @@ ASSUMED_BYTES_PER_SECOND = 200e6
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
     """The arguments of the Trainer; hold a reference, because ZeRO-3 reads them. Opens the process group."""
-    from transformers import TrainingArguments
-    from transformers.utils.logging import disable_progress_bar
-
     loop = config.train
     disable_progress_bar()  # Those of weight files would break our own progress line.
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from idlm.errors import UserError
+from idlm.files.disk import replace_text
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.draft_acceptance import PRIOR_ACCEPTANCE, DraftAcceptance
 from idlm.infer.runtime.graphs.pass_costs import Captured, Point, interpolated
@@ -95,11 +96,8 @@ def write_times(path: Path, times: Mapping[tuple[int, int], float]) -> None:
     """Replace the file at once; a folder that cannot be written costs a measurement next time."""
     text = json.dumps({"seconds": [[*key, seconds] for key, seconds in sorted(times.items())]})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError as error:
+        replace_text(path, text)
+    except (OSError, UserError) as error:
         get_logger(__name__).info("step times are not stored: %s", error)
 
 
