@@ -87,7 +87,7 @@ class SamplingParams:
     min_p: float = option("drop tokens below this fraction of the highest probability; 0 is off", 0.0)
     seed: int | None = option("random stream of each prompt; null draws a fresh one", None)
     max_tokens: int | None = option(
-        "longest answer; null: 512, and 128 with decoder=full, whose answers have this many places; 0 only "
+        "longest answer; null: 512, and 128 with decoder=full, whose answers have so many positions; 0 only "
         "with prompt_logprobs",
         None,
     )

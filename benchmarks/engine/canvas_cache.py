@@ -117,8 +117,8 @@ def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasLoad:
-    """One sequence whose canvas has `canvas` places, the last `answer` of them masks, decided in blocks of
-    `block` places and `passes` passes. A round decides the first `num_blocks` blocks.
+    """One sequence whose canvas has `canvas` positions, the last `answer` of them masks, decided in blocks of
+    `block` positions and `passes` passes. A round decides the first `num_blocks` blocks.
     """
 
     canvas: int
@@ -133,8 +133,8 @@ class CanvasLoad:
 
 
 class Decisions:
-    """Places `chosen_SW` (bool) and tokens `tokens_SW` of every pass; the last row is of no pass. A replaying
-    arm counts in `num_equal` how many of the `num_replayed` tokens it would have proposed itself.
+    """Positions `chosen_SW` (bool) and tokens `tokens_SW` of every pass; the last row is of no pass. A
+    replaying arm counts in `num_equal` how many of the `num_replayed` tokens it would have proposed itself.
     """
 
     def __init__(self, load: CanvasLoad, device: torch.device) -> None:

@@ -6,7 +6,7 @@
 
 SDAR-8B's shape with random weights and random KV; every sequence is at another step of its block, and blocks
 are decided at the same threshold in both arms. All kernels run on real queries and keys; then the deltas and
-places of a drawn trace (eviction_trace.py) replace what they found.
+positions of a drawn trace (eviction_trace.py) replace what they found.
 First the gate: with a budget of the whole block the logits are those of full blocks. `throughput` measures
 full blocks and FOCUS, each after the warm-up of a server (`warmup`: auto, full or off), and compares with the
 limit that follows from the trace's rows and the rates of this run. `mage` compares neither, each alone and

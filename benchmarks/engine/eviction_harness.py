@@ -1,15 +1,15 @@
 """Engines of the eviction benchmark, whose passes replay a trace, and what a window of their passes costs.
 
 Every sequence is at another step of its block. A window begins and ends with an empty queue of passes; at
-both ends the places that each lane has decided must be those of the trace, so that no arm decides fewer
+both ends the positions that each lane has decided must be those of the trace, so that no arm decides fewer
 tokens a pass unseen.
 
 Random weights neither mark a mask as decodable nor decide what a model would. So the trace's deltas replace
-what FOCUS measured, after both importance kernels have run, and its places replace the confidence of what was
-drawn, after the head and the sampling kernels, on the device and without a wait of the host; budget,
+what FOCUS measured, after both importance kernels have run, and its positions replace the confidence of what
+was drawn, after the head and the sampling kernels, on the device and without a wait of the host; budget,
 selection, compaction and the strategy then run on them. The launches that replace (about a dozen a pass)
-count against us. Lanes begin at different blocks of the trace. L blocks of the trace, P passes, W places, Z
-lanes, B sequences.
+count against us. Lanes begin at different blocks of the trace. L blocks of the trace, P passes, W positions,
+Z lanes, B sequences.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class UnmaskingReplay:
     def propose(
         self, original: Any, decoder: BlockDecoder, table: Any, batch: Any, plan: Any, *more: Any
     ) -> Any:
-        """`BlockDecoder._propose` with the trace's places as those that pass the threshold."""
+        """`BlockDecoder._propose` with the trace's positions as those that pass the threshold."""
         proposed, *others = original(decoder, table, batch, plan, *more)
         confidence_BW = self._decided_XW[self._index(plan.lanes_B, plan.active)]
         return (proposed._replace(confidence_BW=confidence_BW.to(proposed.confidence_BW.dtype)), *others)
@@ -310,7 +310,7 @@ class SteadyTrace(SteadyBlocks):
             expected = self.replay_of_blocks.decided_before(lane, start, passes_Z[lane])
             num_strays += decided_ZW[lane] != expected
             found[lane] = (start, passes_Z[lane], start + sum(decided_ZW[lane]))
-        assert num_strays <= MAX_STRAYS * len(found), f"{num_strays=}: not the places of the trace"
+        assert num_strays <= MAX_STRAYS * len(found), f"{num_strays=}: not the positions of the trace"
         return found
 
 

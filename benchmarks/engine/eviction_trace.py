@@ -2,8 +2,8 @@
 
 No model recorded the trace. A block is a line of tokens that become decodable from left to right, a few at a
 time: before each pass one mask becomes decodable, one more with probability `MORE`, and so on; with
-probability `JUMP` it is not the leftmost one but one a few places to the right. A pass decides all that are
-decodable. So blocks of 32 take 15.0 +- 0.5 rows for each token without eviction, and 3.25 +- 0.1 with it,
+probability `JUMP` it is not the leftmost one but one a few positions to the right. A pass decides all that
+are decodable. So blocks of 32 take 15.0 +- 0.5 rows for each token without eviction, and 3.25 +- 0.1 with it,
 unfrozen commits included (ShareGPT in table 5 of FOCUS: 15.02 and 3.12). A decodable mask's delta is `SIGNAL`
 higher than that of others; the leftmost mask's is `LEAD` higher, the next one's `FALL` times that, and so on,
 as those next in line gain too (noise: normal, 1). In the FOCUS arm the rules are applied pass by pass, and
@@ -37,8 +37,8 @@ ALPHA = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTrace:
-    """One block. `decided[i]` are the places that pass i decided, ascending; `deltas[i]` one number for each
-    of the masks that it began with.
+    """One block. `decided[i]` are the positions that pass i decided, ascending; `deltas[i]` one number for
+    each of the masks that it began with.
     """
 
     decided: tuple[tuple[int, ...], ...]

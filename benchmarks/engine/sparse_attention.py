@@ -54,7 +54,7 @@ DEFAULTS = defaults(
 )
 PARTS = ("gate", "blocks")
 GATE_CONTEXT = 480
-"""Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
+"""Half a block of slots of the kernel is left over: lists are cut in other positions than the context."""
 WARM_UP_BLOCKS = 2
 RATIOS = (
     ("tpob_speedup_vs_exact", "exact", (*SPARSE,)),

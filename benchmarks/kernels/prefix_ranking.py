@@ -10,8 +10,8 @@ its passes: a load longer than that of the floor may lower the clock. `rank_idle
 launches take when no sequence ranks, as a share of the shortest possible step (reading the weights). First
 shares and lists of some layers and KV heads must equal those computed from the same keys by plain products.
 It needs a GPU.
-L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
-head, H head dim, C listed slots.
+L sparse layers, R rows, B sequences, W positions, S slots, P pages, N query heads, K KV heads, G heads of a
+KV head, H head dim, C listed slots.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PIECE = re.compile(r" ?\w{1,6}|\s+|[^\w\s]")
 
 
 class TextSource:
-    """Endless samples: windows at pseudo-random places of one text, every token supervised.
+    """Endless samples: windows at pseudo-random positions of one text, every token supervised.
 
     Lengths are log-uniform from `shortest` to `length`; without `shortest` all have `length` tokens. Ids are
     hashes below `vocab_size`.

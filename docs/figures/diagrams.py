@@ -65,7 +65,7 @@ def one_pass(theme: Theme) -> Figure:
         (
             at(6) + 42,
             41,
-            "\u201cearns\u201d failed. Its place is drawn anew,\n"
+            "\u201cearns\u201d failed. Its position is drawn anew,\n"
             "so the text keeps the distribution\nof AR decoding.",
         ),
     )

@@ -187,7 +187,7 @@ class Focus(RowsAccelerator):
         if self.spec.decoder_options.get("dual_cache"):
             found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
         if size is not None and size < 2:
-            found.append(f"blocks of {size} place have no row to leave out (allowed: 2 and more)")
+            found.append(f"blocks of {size} position have no row to leave out (allowed: 2 and more)")
         if self.config.stability == "plain" and self.spec.semantics.logit_shift:
             found.append(
                 "stability=plain freezes rows that still predict the next position: this model's logits "

@@ -54,7 +54,7 @@ def active_canvases(plan: StepPlan) -> ActiveCanvases:
 
 
 def wanted_positions(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
-    """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
+    """Sequence and position of every wanted row: exactly the masks that may be decided, which the host waits
     for, or (a static shape) all positions. At least one row."""
     if is_exact:
         sequence_X, index_X = is_maskable_BW.nonzero(as_tuple=True)

@@ -151,7 +151,7 @@ class Branch(RejectionStrategy):
         num_drafts = min(draft_buffer.num_drafts, num_masks)
         parents = self._parents(num_drafts)
         groups = [mask_rows(num_drafts, num_masks, index) for index in range(len(parents))]
-        # After `a` accepted drafts, the group of the last parent up to `a` serves, from its place a - parent.
+        # After `a` accepted drafts: the group of the last parent up to `a`, from its position a - parent.
         last = [sum(parent <= a for parent in parents) - 1 for a in range(num_drafts + 1)]
         draft_rows = tuple(groups[index][a - parents[index] :] for a, index in enumerate(last))
         return RowLayout(
@@ -163,7 +163,7 @@ class Branch(RejectionStrategy):
         )
 
     def _parents(self, num_drafts: int) -> tuple[int, ...]:
-        """Places that have a group. Where they are even, a rejection loses the fewest drafts."""
+        """Positions that have a group. Where they are even, a rejection loses the fewest drafts."""
         if self._num_groups is None or self._num_groups > num_drafts:
             return tuple(range(num_drafts + 1))
         gaps = self._num_groups - 1

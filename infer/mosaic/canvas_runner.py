@@ -41,7 +41,7 @@ def resolve_canvases(
     settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
 ) -> EngineSettings:
     """The settings of an engine whose passes run in one workspace: they are eager, because a plan follows
-    their rows. Raises UserError IDLM-0471 for what has no place in the template."""
+    their rows. Raises UserError IDLM-0471 for what is not in the template."""
     name = f"memory={settings.memory}"
     if not policy.shares_layers:
         raise UserError(

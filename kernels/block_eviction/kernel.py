@@ -238,7 +238,7 @@ def begin_kernel(state, fed, started, RULES: tl.constexpr, SIZE: tl.constexpr, B
         same = tl.load(fed.token_ids_R + stored, mask=has_row, other=-2) == tl.where(in_work, ids, before_ids)
         stays = stays & same & ends_here
         if RULES.shifted:
-            # The last row predicts the first place of the next block.
+            # The last row predicts the first position of the next block.
             stays = stays & (w < SIZE - 1)
         tl.store(started.keep_R + stored, stays == 0, mask=has_row)
 

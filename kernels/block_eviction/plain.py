@@ -126,7 +126,7 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
     if rules.retains_stored:
         stays_BW, rows_BW = _stays_stored(state, fed)
         if rules.shifted:
-            # The last row predicts the first place of the next block.
+            # The last row predicts the first position of the next block.
             stays_BW = F.pad(stays_BW[:, :-1], (0, 1))
         keep_R &= by_row(~stays_BW, rows_BW, len(keep_R), other=True)
     return StartedBlocks(

@@ -76,7 +76,7 @@ def store_wanted(wanted_IX, number_BW, X, i, lanes, mine, rows, w, SIZE: tl.cons
 
 @triton.jit
 def first_open(blocks, lane, known, m_b, SHAPE: tl.constexpr):
-    """The leftmost place of each sequence that is neither known nor decided, else the last position."""
+    """The leftmost position of each sequence that is neither known nor decided, else the last position."""
     w = tl.arange(0, SHAPE.padded_size)
     m_bw = m_b[:, None] & (w < SHAPE.size)[None, :]
     decided = tl.load(blocks.is_decided_ZW + lane[:, None] * SHAPE.size + w[None, :], mask=m_bw, other=1) != 0

@@ -53,7 +53,7 @@ def pack_blocks(
 
     `num_rows`: rows of the pass, which bound how many blocks may be denoised next to the stored ones; None:
     exactly those that are needed, which the host waits for. `num_wanted`: capacity for wanted rows, of which
-    one block and a first place of each sequence have some in any case; None: for all positions. `edits`:
+    one block and a first position of each sequence have some in any case; None: for all positions. `edits`:
     decided positions need rows as well. No pass is empty, even if all its sequences are complete
     on the device."""
     rows, num_sequences, is_limited = None, len(lanes_B), num_rows is not None

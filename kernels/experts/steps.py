@@ -116,7 +116,7 @@ def _grouped(
 
 
 def _pieces(order_P: Tensor, tiles: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
-    """Experts, and at most PIECE_ROWS of their pairs at a time; `tiles` has the first place of each."""
+    """Experts, and at most PIECE_ROWS of their pairs at a time; `tiles` has the first index of each."""
     ends = [*tiles[1:num_experts].tolist(), len(order_P)]
     return [
         (expert, order_P[index : min(index + PIECE_ROWS, end)])

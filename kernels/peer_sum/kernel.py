@@ -138,7 +138,7 @@ def _give_all(
 @triton.jit
 def _sum(x, own, next_source, m_column, stop, EMPTY: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
     """The sum of the own row and of those of all others once they have arrived, in fp32 and in the order of
-    ranks; rounded. Empties their places."""
+    ranks; rounded. Empties their slots."""
     _await(own, next_source, m_column, stop, EMPTY, RANK, SIZE)
     total = tl.zeros_like(x).to(tl.float32)
     for source in tl.static_range(SIZE):

@@ -170,7 +170,7 @@ def index_kernel(
 def find_kernel(
     cu_rows_B1, slots_R, mask_R, starts_B, rows_BW, is_mask_BW, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """The row at each place of one sequence's block, and whether it is a mask."""
+    """The row at each position of one sequence's block, and whether it is a mask."""
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
     m_w, at = w < SIZE, b * SIZE + w

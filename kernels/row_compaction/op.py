@@ -146,8 +146,8 @@ def retain_wanted(
 def find_index(
     cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """The row at each place of the blocks of `size` positions that begin at slots `starts_B`, int64 [B, W],
-    -1: none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence
+    """The row at each position of the blocks of `size` positions that begin at slots `starts_B`, int64 [B,
+    W], -1: none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence
     have ascending slots without a gap."""
     if not runs_kernels(slots_R):
         return plain.find_index(cu_rows_B1, slots_R, is_mask_R, starts_B, size)

@@ -144,7 +144,7 @@ def spread_index(
 
 
 def by_row(of_positions_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
-    """For each row the value [R] of its position; `other` for rows of no place."""
+    """For each row the value [R] of its position; `other` for rows of no position."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
     values_R = torch.full((num_rows + 1,), other, dtype=of_positions_BW.dtype, device=rows_BW.device)
     return values_R.scatter(0, target_X, of_positions_BW.flatten())[:-1]

@@ -55,7 +55,7 @@ def share_of(b_values, largest, scale, by_count):
 def reached_in_row(p_row, num_tokens, largest, scale, by_count, pivots, STEP: tl.constexpr):
     """Count or weight of a row at or above each of eight pivots, fp64.
 
-    Every place of a step has its own sum: errors of fp32 average out, and the loop has no dependency."""
+    Every position of a step has its own sum: errors of fp32 average out, and the loop has no dependency."""
     o_step = tl.arange(0, STEP)
     b_next = tl.load(p_row + o_step, mask=o_step < num_tokens, other=float("-inf"))
     b_sums = [tl.zeros([STEP], tl.float32) for _ in pivots]

@@ -8,8 +8,8 @@ Every arm decides one mask of a canvas by low confidence at temperature 0. `nati
 generate.py (softmax of all logits in fp64), `native` today's (bf16 logits and softmax). `masked` computes
 logits of masks only and no softmax: the confidence is exp(max - logsumexp). `compile` and `compile_masked`
 compile the whole step, model and sampler, with dynamic shapes, so that the compiler may fuse the softmax.
-Shapes: B canvases (1), L places, M masks, D width, N heads, K KV heads, H head dim, V vocabulary, E experts,
-C chosen experts, F ffn.
+Shapes: B canvases (1), L positions, M masks, D width, N heads, K KV heads, H head dim, V vocabulary, E
+experts, C chosen experts, F ffn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Separate projections, rotary positions and SDPA in which all places see all."""
+    """Separate projections, rotary positions and SDPA in which all positions see all."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class NativeModel(nn.Module):
         return self.norm(x_BLD)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        """Return the logits of all places [B, L, V], not shifted."""
+        """Return the logits of all positions [B, L, V], not shifted."""
         return self.head(self.hidden(ids_BL))
 
 
@@ -191,7 +191,7 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """Token ids [1, L] and the places of the masks [M], on the device of the model."""
+    """Token ids [1, L] and the positions of the masks [M], on the device of the model."""
 
     ids_BL: Tensor
     index_M: Tensor
@@ -226,7 +226,7 @@ def decided(canvas: Canvas, proposals: Proposals) -> Tensor:
 def proposals_of_all(
     model: NativeModel, ids_BL: Tensor, index_M: Tensor, *, is_shifted: bool, dtype: torch.dtype | None
 ) -> Proposals:
-    """Tokens and confidences by a softmax of the logits of all places, in `dtype` (None: the model's)."""
+    """Tokens and confidences by a softmax of the logits of all positions, in `dtype` (None: the model's)."""
     logits_BLV = model(ids_BL)
     if is_shifted:
         logits_BLV = torch.cat((logits_BLV[:, :1], logits_BLV[:, :-1]), dim=1)

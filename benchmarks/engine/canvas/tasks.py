@@ -3,7 +3,7 @@
 Every task runs in a fresh process, which is given it as JSON, its only argument, and takes a ballast that
 leaves the task's cap of the card. The process prints one line that starts with `MARK` and holds the answer,
 or the reason of its failure. The allocator is chosen by the environment, before torch is imported.
-Shapes: L places, N heads, H head dim.
+Shapes: L positions, N heads, H head dim.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from idlm.kernels.sampling import LayoutTables, Verdict
 from idlm.kernels.sampling.drafts import plain_verdict
 
 STEP_BETWEEN_LANES = 617
-"""Offset between the places of the trace at which lanes begin, so that they are not in step."""
+"""Offset between the positions of the trace at which lanes begin, so that they are not in step."""
 
 
 class Replay:
@@ -40,7 +40,7 @@ class Replay:
         self.restart(0)
 
     def restart(self, number: int) -> None:
-        """Go to the places of the trace at which every round of this number begins."""
+        """Go to the positions of the trace at which every round of this number begins."""
         lanes_Z = torch.arange(len(self.num_tests_Z), device=self.num_tests_Z.device)
         self.num_tests_Z.copy_(STEP_BETWEEN_LANES * (lanes_Z + number * len(lanes_Z)))
 

@@ -16,7 +16,7 @@ TRAINED_LENGTH = 2048
 
 @FAMILIES.register("DreamModel")
 class Dream(Family):
-    """The row before a position predicts it, so the first place of a canvas must be known."""
+    """The row before a position predicts it, so the first position of a canvas must be known."""
 
     model_types: ClassVar[tuple[str, ...]] = ("Dream",)
     causality: ClassVar[str] = "full"

@@ -304,7 +304,7 @@ class ChatRequest(SamplingFields):
             raise FieldError("top_logprobs", "needs logprobs=true")
 
     def template_kwargs(self, template: str) -> dict[str, Any]:
-        """What else the template gets: the effort, if it has a place for it."""
+        """What else the template gets: the effort, if it has a variable for it."""
         effort = self.reasoning_effort
         return {} if effort is None or "reasoning_effort" not in template else {"reasoning_effort": effort}
 

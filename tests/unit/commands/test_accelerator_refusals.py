@@ -84,7 +84,7 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
                 "alpha=0.9 is not a finite number >= 1",
                 "two layers, the model has 1",
                 "dual_cache",
-                "of 1 place",
+                "of 1 position",
             ],
         ),
         ({"alpha": float("nan")}, {}, ["alpha=nan"]),
