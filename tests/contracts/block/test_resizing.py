@@ -69,9 +69,9 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
         prompts.append(prompt)
         expected.append(answer)
         params.append(SamplingParams(max_tokens=MAX, ignore_eos=True, **sampling))
-        if len(prompts) == 4:
+        if len(prompts) == 6:
             break
-    assert len(prompts) == 4 and min(slow.num_deleted, slow.num_split) > 0
+    assert len(prompts) == 6 and min(slow.num_deleted, slow.num_split) > 0
     assert slow.num_last > 0 or mode != "one late pass"
     assert not {DELETE, SPLIT, MASK} & {token for answer in expected for token in answer}
     for way in ENGINES[:: 1 if mode == "edits" else 2]:

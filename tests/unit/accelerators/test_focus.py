@@ -328,7 +328,7 @@ def run_pass(bench: Bench) -> None:
 def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
     """What the reference makes of the pass."""
     if lane.is_needed:
-        return Selection(retained=tuple(range(bench.size)), budget=0, limit=bench.size, deltas={})
+        return Selection(retained=tuple(range(bench.size)), budget=0, limit=bench.size)
     keys = [{index: lane.keys[layer, index] for index in range(bench.size)} for layer in (0, 1)]
     layers = (queries[0], keys[0]), (queries[1], keys[1])
     return select(lane.state, lane.masked, lane.open, layers, SCALE, bench.rules)
