@@ -48,7 +48,7 @@ def _run(connection: Connection, memory: list[Tensor], rank: int, width: int, dt
 @pytest.mark.sweep_but(1)
 @pytest.mark.parametrize(
     ("size", "width", "dtype"),
-    [(3, 17, torch.float16), (2, 24, torch.float32), (4, 40, torch.float16), (8, 5, torch.float32)],
+    [(3, 17, torch.float16), (2, 24, torch.float32), (8, 5, torch.float32)],
 )
 def test_all_ranks_get_the_same_sums(
     size: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

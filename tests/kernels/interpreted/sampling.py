@@ -77,9 +77,9 @@ def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_judged(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
-@pytest.mark.sweep_but("1-4-tuning3")
+@pytest.mark.sweep_but("1-4-tuning2")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (300, 4, WIDE), (1, 4, SMALL)]
+    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (1, 4, SMALL)]
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nonfinite_rows_are_reported(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
@@ -115,10 +115,10 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
 
 
 # Sequences and masks. The first has 4 rejections; in the second tau decides; the last has no masks.
-@pytest.mark.sweep_but("3-sizes4-9")
+@pytest.mark.sweep_but("3-sizes2-9")
 @pytest.mark.parametrize(
     ("seed", "sizes", "num_tokens"),
-    [(54, (6, 1), 40), (11, (4, 3), 11), (31, (4, 3), 11), (1, (2, 1), 33), (3, (2, 0), 9)],
+    [(54, (6, 1), 40), (11, (4, 3), 11), (3, (2, 0), 9)],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
@@ -126,10 +126,10 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
-@pytest.mark.sweep_but("1-2-tuning3")
+@pytest.mark.sweep_but("1-2-tuning2")
 @pytest.mark.parametrize(
     ("num_tokens", "num_drafts", "tuning"),
-    [(37, 3, SMALL), (131, 1, CRAMPED), (300, 2, SMALL), (1, 2, SMALL)],
+    [(37, 3, SMALL), (131, 1, CRAMPED), (1, 2, SMALL)],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_masks_of_tokens(num_tokens: int, num_drafts: int, tuning: Tuning) -> None:
