@@ -36,6 +36,7 @@ TURNS = ("all", "last", "each")
 SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
+RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
 RENDERING = 3
 """Goes up when records become other samples: caches hold them."""
 LEFT_OUT = ("error", "accept")
@@ -215,7 +216,7 @@ class Encoder:
         if answer["finish_reason"] != "stop":
             # The end of the turn, its last supervised token, would teach to stop in mid-sentence.
             sample = self._checked(sample.piece(0, int(np.flatnonzero(sample.supervised)[-1])))
-        return [sample]
+        return [sample if is_ours else replace(sample, notes=(*sample.notes, RETOKENISED))]
 
     def _rendered_answer(self, prompt: Any, text: str, origin: str) -> Sample:
         if isinstance(prompt, str):

@@ -18,7 +18,7 @@ from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES, make_encoder
-from idlm.train.data.encoder import Encoder
+from idlm.train.data.encoder import RETOKENISED, Encoder
 from idlm.train.prepare import DATA_FILE, remember_data, run_date
 from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
@@ -269,6 +269,18 @@ def test_special_tokens_in_the_words_of_a_user_are_told(tmp_path: Path) -> None:
         assert bool(sample.notes) is is_warned
         prompt = encode_messages(encoder.tokenizer, messages[:1])
         assert sample.token_ids[: len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize(("text", "notes"), [("b", ()), ("c", (RETOKENISED,))])
+def test_an_answer_whose_text_is_not_that_of_its_tokens_trains_its_text_and_is_reported(
+    tmp_path: Path, text: str, notes: tuple[str, ...]
+) -> None:
+    tokenizer = form_tokenizer(tmp_path, "chatml")
+    encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+    token_ids = tokenizer.encode("b", add_special_tokens=False)
+    record = {"text": text, "token_ids": token_ids, "finish_reason": "length"}
+    (sample,) = encoder.answer("a", record, origin="here")
+    assert tokenizer.decode(sample.token_ids[sample.supervised]) == text and sample.notes == notes
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_between_prompt_and_answer(
