@@ -48,6 +48,7 @@ def write(arguments: list[str]) -> int:
     Raises:
         UserError: another use than those of the module's docstring.
     """
+    rows: Iterable[dict[str, Any]]
     match arguments:
         case ["headers", count] if count.isdecimal():
             rows = headers(int(count))
