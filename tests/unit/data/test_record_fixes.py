@@ -108,3 +108,20 @@ def test_fixes_of_turns(turn: Record, fix: str, repaired: Record) -> None:
 def test_fixes_of_shapes(record: Record, fix: str, repaired: Record, shape: str) -> None:
     assert fix in refusal(record).split("fix:")[1]
     assert read(repaired, shape)
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"messages": CHAT, "tools": {"name": "add"}}, "tools={'name': 'add'}, which is not a list"),
+        ({"messages": []}, "messages=[], which is not a list of turns"),
+        ({"messages": {"role": ["user"], "content": []}}, "an object and not a list of turns"),
+        ({"messages": [USER, "b"]}, "messages[1]='b', which is not an object"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+            "tool_calls[0].arguments=[1], which is not a JSON object",
+        ),
+    ],
+)
+def test_the_value_that_is_refused_is_shown(record: Record, shown: str) -> None:
+    assert shown in refusal(record)
