@@ -125,3 +125,8 @@ def test_fixes_of_shapes(record: Record, fix: str, repaired: Record, shape: str)
 )
 def test_the_value_that_is_refused_is_shown(record: Record, shown: str) -> None:
     assert shown in refusal(record)
+
+
+def test_a_turn_is_a_target_if_its_own_weight_and_the_listed_one_are_1() -> None:
+    messages = [USER, ANSWER | {"weight": 0}, USER, ANSWER]
+    assert 1 in read({"messages": messages, "loss_mask": [0, 1, 0, 1]})["untrained"]
