@@ -252,8 +252,8 @@ def test_options_that_a_strategy_does_not_read_are_named(toys: dict[bool, Path],
         )
 
 
-def test_more_alternatives_than_are_kept_are_refused(toys: dict[bool, Path]) -> None:
-    with pytest.raises(UserError, match="IDLM-0449.*keeps 20 alternatives"):
+def test_more_alternatives_than_are_stored_are_refused(toys: dict[bool, Path]) -> None:
+    with pytest.raises(UserError, match="IDLM-0449.*stores 20 alternatives"):
         build_engine(toys[False], "block").generate([[1]], SamplingParams(logprobs=21))
 
 
