@@ -118,10 +118,11 @@ def quiet_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def with_small_model(words: list[str]) -> list[str]:
-    """The arguments with a checkpoint that is there in place of another one's."""
+    """The arguments with checkpoints that are there in place of others."""
     special = [word[8:] for word in words if word in ("decoder=block", "decoder=full")]
     small = "_".join(["outputs/tiny", *special])
-    return [re.sub(r"^model=.*", f"model={small}", word) for word in words]
+    words = [re.sub(r"^model=.*", f"model={small}", word) for word in words]
+    return [re.sub(r"^compare=(<base>|recipes/.*)", f"compare={TINY}", word) for word in words]
 
 
 def test_every_program_is_known_to_these_tests() -> None:
