@@ -51,7 +51,7 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
         return (proposed._replace(confidence_BW=confidence_BW), *others)
 
     monkeypatch.setattr(UnmaskingReplay, "propose", forgetful)
-    with pytest.raises(AssertionError, match="not the places of the trace"):
+    with pytest.raises(AssertionError, match="not the positions of the trace"):
         for num_passes in range(20, 40):
             steady(EvictionArm(name="full", stride=8)).window(1, num_passes)
 
