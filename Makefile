@@ -45,11 +45,12 @@ GPU_WORKERS ?= 8
 demo: $(VENV)/.demo-$(KEY)
 	$(RUN) -m benchmarks.demo
 
-# With a gated LoRA that drafts for it, if one is there; alone it decodes token by token.
+# With a gated LoRA that drafts for it, if one is there; alone it decodes token by token. Greedy, because a model of
+# this size rambles when it is sampled.
 SMOLLM2 := outputs/smollm2_base
 ADAPTER = $(firstword $(wildcard recipes/assets/smollm2_lora outputs/smollm2_lora))
 chat: $(VENV)/.demo-$(KEY) | $(SMOLLM2)/config.json
-	@$(RUN) -m idlm.infer.clients.chat $(if $(ADAPTER),model=$(ADAPTER) base=$(SMOLLM2),model=$(SMOLLM2))
+	@$(RUN) -m idlm.infer.clients.chat sampling.temperature=0 $(if $(ADAPTER),model=$(ADAPTER) base=$(SMOLLM2),model=$(SMOLLM2))
 
 $(SMOLLM2)/config.json: | $(VENV)/.demo-$(KEY)
 	@$(RUN) recipes/smollm2.py $(SMOLLM2)
