@@ -180,7 +180,6 @@ def assembled(
 ) -> EngineParts:
     """The parts of an engine with a decoder, the Config of each accelerator and `EngineSettings`."""
     made = EngineSettings(device=str(model.device), **settings)
-    model.trunk.linears.deterministic = made.deterministic
     return build._assemble(made, model, None, decoder, (), accelerators=accelerators or {})
 
 

@@ -138,7 +138,6 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         fp8.quantise(model.trunk)
     if settings.deterministic:
         check_products(model)
-    model.trunk.linears.deterministic = settings.deterministic
     tokenizer = None if shards.rank else _tokenizer(path, model)
     max_length = _max_length(settings, model)
     page_size = _page_size(settings, decoder.kv_policy.block_size)
@@ -163,6 +162,7 @@ def _assemble(
     accelerators: Mapping[str, Any] | None = None,
 ) -> EngineParts:
     """Allocate the state of sequences and the KV pool, and join them with model, decoder and scheduler."""
+    model.trunk.linears.deterministic = settings.deterministic
     settings = _with_loads(settings, model.device, decoder.kv_policy)
     sizes = _sizes(settings, model, decoder)
     stack = None if not accelerators else stack_of(accelerators, _spec(settings, model, decoder, sizes))
