@@ -1,6 +1,6 @@
 """The highest acceptance that drafts can have which do not know the tokens before them.
 
-    python -m benchmarks.ceiling model=PATH prompts=FILE [answers=100] [positions=4] [continuations=256]
+    python -m benchmarks.ceiling model=PATH [prompts=text] [answers=100] [positions=4] [continuations=256]
         [max_tokens=256] [temperature=1.0] [drafts=3] [device=cuda] [record=true]
 
 ISD drafts x_{1+j} from masks, without x_1 .. x_j, which are drawn only later, and accepts it with
@@ -8,15 +8,14 @@ probability E[sum_v min(p(v | x_1 .. x_j), q(v))]. The largest value over all q 
 that drafts: the entropy of the checkpoint alone decides it. It is estimated from `continuations` of each
 context: their own best q (`fitted`, too high for few continuations), and the mean of one half judged on the
 other (`held_out`, which a draft can reach). Contexts are `positions` of each of `answers`, which the model
-draws itself at `temperature` from the `prompt` of each line of FILE. Greedy drafts have no such bound: x_1
-follows from the context.
+draws itself at `temperature` to `prompts` (as of idlm-bench: a file, a task or `text`). Greedy drafts have
+no such bound: x_1 follows from the context.
 
 K continuations, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -26,11 +25,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
+from idlm.infer.clients.loads import load_prompts
 from idlm.infer.engine import Engine
-from idlm.text.tokenizer import encode_prompt
 
 DEFAULTS = defaults(
-    "model= prompts= answers=100 positions=4 continuations=256 max_tokens=256 temperature=1.0 drafts=3 "
+    "model= prompts=text answers=100 positions=4 continuations=256 max_tokens=256 temperature=1.0 drafts=3 "
     "device=cuda record=false"
 )
 
@@ -56,12 +55,11 @@ def measure(arguments: list[str]) -> int:
 
 def draw_contexts(options: dict[str, str]) -> list[list[int]]:
     """Prompts with beginnings of answers that the model draws, cut at random positions."""
-    with open(options["prompts"], encoding="utf-8") as lines:
-        prompts = [json.loads(line)["prompt"] for line in lines][: int(options["answers"])]
+    prompts = load_prompts(options["prompts"])[: int(options["answers"])]
     params = SamplingParams(temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]))
     engine = Engine.from_pretrained(options["model"], "ar", device=options["device"])
     try:
-        prompts_ids = [encode_prompt(engine.tokenizer, prompt) for prompt in prompts]
+        prompts_ids = engine.encode(prompts)
         completions = engine.generate(prompts_ids, params)
     finally:
         engine.close()
