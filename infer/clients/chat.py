@@ -124,6 +124,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._was_set: set[str] = set()
         self._ar: EngineAnswerer | None = None
+        self._speed = 0.0
 
     def run(self) -> int:
         """Read lines until the input ends or one is /exit; returns the exit status."""
@@ -158,6 +159,7 @@ class Chat:
                 answer = text_so_far
         finally:
             if answer:
+                self._speed = self._view.figures.speed
                 self._messages = [*sent, {"role": "assistant", "content": answer}]
 
     def _shown(self, answerer: EngineAnswerer | ServerAnswerer, sent: list[dict[str, str]]) -> Iterator[str]:
@@ -175,9 +177,8 @@ class Chat:
         if not sent or self._ar is None:
             what = "/compare needs an answer by a decoder of this process other than ar"
             raise UserError("IDLM-0714", what, fix="start with model= and decoder=isd, and give a turn first")
-        first = self._view.figures
         list(self._shown(self._ar, sent))
-        ratio = first.speed / self._view.figures.speed
+        ratio = self._speed / self._view.figures.speed
         self._view.note(f"{self._answerer.name}: {ratio:.2f} times the speed of ar")
 
     def _command(self, name: str, text: str) -> None:

@@ -23,7 +23,7 @@ from idlm.infer.clients.bench import bench, make_loads, measure, plan_arms
 from idlm.infer.clients.chat import Chat, EngineAnswerer, chat
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.http import Server, ServerAnswerer
-from idlm.infer.clients.view import Chunk
+from idlm.infer.clients.view import AnswerFigures, Chunk
 from idlm.infer.server.config import ServeConfig
 from idlm.text.tokenizer import encode_messages
 from tests.contracts.engines import clear_answers
@@ -32,6 +32,7 @@ from tests.integration.server.servers import (
     PROMPT,
     SETTINGS,
     SPARE_ROW,
+    TINY,
     Client,
     checkpoint,
     reference,
@@ -89,6 +90,7 @@ class ScriptedView:
 
     def __init__(self, *lines: str, interrupt_at: int = 0) -> None:
         self._lines, self._interrupt_at = iter(lines), interrupt_at
+        self.figures = AnswerFigures()
         self.answers, self.notes = list[str](), list[str]()
         self.pieces: list[Chunk] = []
 
@@ -182,6 +184,21 @@ def test_a_chat_gives_its_last_turn_to_ar_too(
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         assert chat([*where, *SHORT]) == 1
         assert "IDLM-0714" in capsys.readouterr().err
+
+
+def test_a_comparison_with_ar_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speeds in passes in place of seconds: a pass of AR emits one token."""
+
+    def tokens_per_forward(figures: AnswerFigures) -> float:
+        return (figures.num_tokens or 0) / (figures.last.num_forwards or 1)
+
+    monkeypatch.setattr(AnswerFigures, "speed", property(tokens_per_forward))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n/compare\n/compare\n"))
+    assert chat([f"model={TINY.with_name('tiny_idlm')}", "device=cpu", *SHORT]) == 0
+    ratios = re.findall(r"([0-9.]+) times the speed of ar", capsys.readouterr().err)
+    assert len(ratios) == 2 and ratios[0] == ratios[1] and float(ratios[0]) > 1.0
 
 
 def test_bench_measures_ar_first_and_compares_answers(
