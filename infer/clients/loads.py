@@ -38,6 +38,11 @@ WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "bu
 NUM_PROBLEMS = 64
 QUESTIONS = Path(__file__).with_name("questions.txt")
 """Questions and instructions of the kinds that people send, one a line."""
+PERCENTILES = (25, 50, 75, 90, 95, 99)
+METRICS = (
+    *("ttft", "tpot", "e2e_latency", "output_latency", "output_inference_speed", "num_input_tokens"),
+    *("num_output_tokens", "total_tokens", "input_throughput", "output_throughput"),
+)
 
 
 class Job(NamedTuple):
@@ -200,9 +205,6 @@ def _is_due(load: Load, number: int, num_active: int, seconds: float) -> bool:
     return load.arrivals[number] <= seconds
 
 
-PERCENTILES = (25, 50, 75, 90, 95, 99)
-
-
 def stat_field(values: Iterable[float]) -> dict[str, float | None]:
     """Minimum, maximum, mean, standard deviation, sum and percentiles (linear); all None without values."""
     # Help must not wait for it.
@@ -237,12 +239,6 @@ def request_metrics(record: Record) -> dict[str, float]:
     if first > 0:
         metrics["input_throughput"] = record.num_input_tokens / first
     return metrics
-
-
-METRICS = (
-    *("ttft", "tpot", "e2e_latency", "output_latency", "output_inference_speed", "num_input_tokens"),
-    *("num_output_tokens", "total_tokens", "input_throughput", "output_throughput"),
-)
 
 
 def aggregate(records: Sequence[Record], load: Load) -> dict[str, Any]:

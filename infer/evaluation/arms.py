@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+Z95 = 1.959963984540054
 T = TypeVar("T")
 
 
@@ -152,9 +153,6 @@ def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
     del engine
     free_cached_memory()
     return result
-
-
-Z95 = 1.959963984540054
 
 
 class Interval(NamedTuple):

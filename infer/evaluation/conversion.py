@@ -85,7 +85,8 @@ class Conversion:
             expected = tokens_per_forward_cold(acceptance)
             figures = (*acceptance, expected, measured, expected * ratio)
             own.append((f"{temperature:g}", *(f"{figure:.2f}" for figure in figures)))
-        positions = [f"accepted {number + 1}" for number in range(len(own[0]) - 4 if own else 0)]
+        num_drafts = len(self.drafts[0][1]) if self.drafts else 0
+        positions = [f"accepted {number + 1}" for number in range(num_drafts)]
         header = ("temperature", *positions, "tokens a pass, eq. 3", "measured", "expected speed-up")
         page = PAGE.read_text(encoding="utf-8")
         return (page if own else page.partition("## What its drafts")[0]).format(
