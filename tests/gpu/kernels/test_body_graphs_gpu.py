@@ -39,6 +39,7 @@ def passes(model: Any, seeds: tuple[int, ...], *, is_running: bool) -> list[list
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.alone
 def test_replayed_passes_are_those_that_nothing_captures(is_gated: bool) -> None:
     register_attention()
     torch._dynamo.reset()
