@@ -1,12 +1,15 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
 `pytest tests/integration/zero/test_zero.py -m sweep` adds stages of ZeRO, offload, bfloat16, DDP, adapters, a
-launcher, deaths and the watchdog; `python -m benchmarks.resume` runs the full counts of deaths.
+launcher, deaths, the watchdog, and that `shorten` leaves DeepSpeed's gradients, norms, clipping and skipped
+steps as they are (IDLM_ZERO_DEVICE=cuda IDLM_ZERO_PROCESSES=2: over NCCL, with larger layers).
+`python -m benchmarks.resume` runs the full counts of deaths.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +22,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "recipes" / "launch"
+DEVICE = os.environ.get("IDLM_ZERO_DEVICE", "cpu")
+PROCESSES = int(os.environ.get("IDLM_ZERO_PROCESSES", "2"))
+STEPS, MICRO_BATCHES = 4, 3
+"""As in `zero2_gradient_steps`, whose imports are slow."""
 
 
 def reported_by(*parts: str) -> dict[str, Any]:
@@ -41,12 +48,26 @@ def parity() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sweeps() -> dict[str, Any]:
-    return reported_by("deaths", "stages", "adapters", "watchdog")
+    return reported_by("deaths", "stages", "adapters", "watchdog", "gradients")
 
 
 @pytest.fixture
 def deaths(sweeps: dict[str, Any]) -> dict[str, Any]:
     return sweeps["deaths"]
+
+
+@pytest.fixture(scope="module")
+def gradients(sweeps: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Optimizer steps of DeepSpeed with and without `shorten`."""
+    if DEVICE == "cpu":
+        return sweeps["gradients"]
+    folder = tmp_path_factory.mktemp("steps")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(PROCESSES), "-m", "tests.integration.zero.zero2_gradient_steps", str(folder), DEVICE]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads((folder / "results.json").read_text())
 
 
 def losses(results: dict[str, Any]) -> list[list[float]]:
@@ -141,11 +162,9 @@ def test_another_number_of_rows_is_refused_with_numbers(deaths: dict[str, Any]) 
 
 @pytest.mark.sweep
 def test_every_zero_stage_trains_resumes_and_exports(sweeps: dict[str, Any]) -> None:
-    one = sweeps["stages"]["one"]
+    one = sweeps["deaths"]["one"]
     alone = losses(one)
     for name, run in sweeps["stages"].items():
-        if run is one:
-            continue
         assert run["resumes"] == [1, 1], (name, run["complaints"])
         tolerance = 5e-2 if name == "bf16" else 1e-6
         for first, second in zip(alone, losses(run), strict=True):
@@ -188,7 +207,7 @@ def test_a_launcher_runs_a_recipe_on_two_processes(tmp_path: Path) -> None:
         "train.batch_size=1",
         "train.threads=1",
     ]
-    arguments += ["report.enabled=false", "train.zero_stage=2"]
+    arguments += ["report.enabled=false", "train.zero_stage=null"]
     environment = os.environ | {"PYTHON": sys.executable, "GPUS": "2", "PYTHONPATH": str(ROOT)}
     command = [str(LAUNCH / "torchrun.sh"), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -196,3 +215,64 @@ def test_a_launcher_runs_a_recipe_on_two_processes(tmp_path: Path) -> None:
     assert (base / "model.safetensors").is_file()
     assert len(list((base / "launch").glob("config-*.yaml"))) == 1
     assert (base / "stages" / "2-stride-3" / "manifest.json").is_file()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])
+def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(gradients: dict[str, Any], name: str) -> None:
+    run = gradients[name]
+    assert {"_add_to_grad_partition_buffer", "check_overflow", "get_grad_norm_direct"} <= set(run["replaced"])
+    assert run["num_sums"] == 2 * STEPS
+    padding = [value for rank in run["padding"] for value in rank]
+    assert padding and not any(padding)
+    own, ours = run["norms"]
+    assert ours[0] == pytest.approx(own[0], rel=1e-6, abs=0) and all(norm > 0 for norm in own)
+    assert run["overflows"] == [[False] * STEPS] * 2
+    if name == "clipped":
+        assert max(run["far"][:2]) <= 1e-6
+        assert DEVICE == "cuda" or (own[0] > 2 and own[-1] < 1.3 and max(run["far"]) <= 1e-6)
+    else:
+        assert ours == pytest.approx(own, rel=1e-6, abs=0)
+        assert run["sums"] and run["given"] and run["weights"] == [True] * STEPS
+
+
+@pytest.mark.sweep
+def test_sums_that_end_later_are_waited_for(gradients: dict[str, Any]) -> None:
+    run = gradients["overlapped"]
+    assert "enter_backward" in run["replaced"] and "enter_backward" not in gradients["float32"]["replaced"]
+    # Before the optimizer, or when the next backward pass starts: once for each micro-batch.
+    assert DEVICE == "cuda" or run["waits"] == STEPS * MICRO_BATCHES
+    assert DEVICE == "cuda" or run["starts"] == list(range(STEPS * MICRO_BATCHES))
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(PROCESSES & (PROCESSES - 1) != 0, reason="only powers of two divide without rounding")
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_added_gradients_are_the_averaged_ones_of_a_loss_times_ranks(
+    gradients: dict[str, Any], name: str
+) -> None:
+    assert gradients[name]["is_averaged"] and gradients[name]["has_its_norms"]
+
+
+@pytest.mark.sweep
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(gradients: dict[str, Any]) -> None:
+    run = gradients["infinite"]
+    assert run["overflows"] == [[False, True, False, False]] * 2
+    assert run["norms"][1][1] == math.inf and run["stands_still"]
+
+
+@pytest.mark.sweep
+def test_whole_sums_give_the_same_weights(gradients: dict[str, Any]) -> None:
+    run = gradients["zero1"]
+    assert run["replaced"] == ["_update_hp_grad", "get_grads_for_norm"]
+    own, ours = run["norms"]
+    # Weights of later steps differ in their last bits, because the first is clipped by another rounding.
+    assert ours[0] == pytest.approx(own[0], rel=1e-6, abs=0) and ours == pytest.approx(own, rel=0.02)
+    assert run["far"][0] <= 1e-6
+    assert gradients["zero1_infinite"]["overflows"] == [[False, True, False, False]] * 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["offload", "float32"])
+def test_other_optimizers_keep_their_own(gradients: dict[str, Any], name: str) -> None:
+    assert gradients[name]["replaced"] == [] and all(gradients[name]["weights"])

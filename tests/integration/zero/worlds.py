@@ -143,6 +143,19 @@ class World:
         """Run once to the end."""
         return crashes.wait(self.start(run, plan), seconds=RUN_SECONDS)
 
+    def finish_again(self, name: str) -> None:
+        """Resume a copy of the reference from its last checkpoint but one, and compare."""
+        run = self.folder / "again"
+        for part in ("trace", "out/run", "out/stages"):
+            shutil.copytree(self.reference / part, run / part)
+        shutil.rmtree(run / "out" / "run" / f"checkpoint-{STEPS}")
+        self.finish(run, name)
+
+    def results(self) -> dict[str, Any]:
+        """What the reference was, and how many resumed runs were equal to it."""
+        resumes = [self.tally.equal, self.tally.resumes]
+        return self.expected | {"resumes": resumes, "complaints": self.tally.complaints}
+
     def log(self, run: Path) -> str:
         return (run / "log.txt").read_text()[-4000:]
 
@@ -179,10 +192,11 @@ def make_base(directory: Path) -> None:
 
 
 def import_everything() -> None:
-    """Import what a run imports, then freeze the garbage collector, which would copy shared pages."""
+    """Import and cache what every run does, then freeze the garbage collector: it would copy shared pages."""
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     for name in IMPORTED_BY_RUNS:
         importlib.import_module(name)
-    compose("train", TrainConfig, ["output_dir=x"])
+    compose("train", TrainConfig, ["output_dir=x", "train.stages=[{stride: 2, steps: 3}]"])
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
     gc.collect()
     gc.freeze()

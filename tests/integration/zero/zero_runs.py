@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from idlm.train.loop import watchdog as watchdogs
 from idlm.train.loop.watchdog import has_ended
 from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import num_floats
-from tests.integration.zero import crashes, worlds
+from tests.integration.zero import crashes, worlds, zero2_gradient_steps
 
 ASYNC = {"train.save": "async"}
+ENDLESS = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000}
 
 
 def parity(folder: Path, base: Path) -> dict[str, Any]:
@@ -80,10 +82,7 @@ def deaths(folder: Path, base: Path) -> dict[str, Any]:
 
 def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
     """Elements of tensors that a lone process with ZeRO still holds when the report is sampled."""
-    world = worlds.World.__new__(worlds.World)
-    world.base, world.world_size = base, 1
-    world.changes = {"train.zero_stage": zero_stage, "report.enabled": "true", "train.save_every": 100}
-    run = folder / f"report-{zero_stage}"
+    run = folder / "report"
 
     def sampler(directory: Path, num_samples: int) -> SampleReport:
         (run / "left").write_text(str(num_floats()))
@@ -92,7 +91,8 @@ def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            cli.main(world.arguments(run), sampler=sampler)
+            changes = {"train.zero_stage": zero_stage, "report.enabled": "true"} | ASYNC
+            cli.main(_bare(base, 1, **changes).arguments(run), sampler=sampler)
         finally:
             os._exit(0)
     status = crashes.wait([pid], seconds=worlds.RUN_SECONDS)
@@ -100,11 +100,16 @@ def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
     return int((run / "left").read_text())
 
 
+def _bare(base: Path, world_size: int, **changes: Any) -> worlds.World:
+    """A world without a reference."""
+    world = worlds.World.__new__(worlds.World)
+    world.base, world.world_size, world.changes = base, world_size, changes
+    return world
+
+
 def orphans(folder: Path, base: Path) -> dict[str, Any]:
     """Two ranks whose launcher is killed."""
-    world = worlds.World.__new__(worlds.World)
-    world.base, world.world_size = base, 2
-    world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000} | ASYNC
+    world = _bare(base, 2, **ENDLESS, **ASYNC)
     run = folder / "orphans"
     run.mkdir()
     launcher = os.fork()
@@ -127,14 +132,13 @@ def orphans(folder: Path, base: Path) -> dict[str, Any]:
 
 
 def _reshard(folder: Path, base: Path, run: Path, two: worlds.World) -> dict[str, Any]:
-    """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
-    lone = worlds.World.__new__(worlds.World)
-    lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
+    """Runs that go on with another number of processes: `run` from two to one, and that of the report from
+    one to two.
+    """
+    lone = _bare(base, 1, **{"train.zero_stage": 2} | two.changes)
     results: dict[str, Any] = {"two to one": _resume(lone, run)}
-    run = folder / f"{two.folder.name}-to-two"
-    pids = lone.start(run, crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=1))
-    crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
-    results["one to two"] = _resume(two, run)
+    shutil.rmtree(folder / "report" / "out" / "run" / f"checkpoint-{worlds.STEPS}")
+    results["one to two"] = _resume(two, folder / "report")
     return results
 
 
@@ -147,48 +151,42 @@ def _resume(world: worlds.World, run: Path) -> dict[str, Any]:
 
 def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
     """What one process says that would go on from `run` of two processes."""
-    lone = worlds.World.__new__(worlds.World)
-    lone.base, lone.world_size, lone.changes = base, 1, changes
     (run / "log.txt").unlink()
-    status = lone.run(run)
+    status = _bare(base, 1, **changes).run(run)
     return f"{sorted(status.values())} {(run / 'log.txt').read_text()}"
 
 
 def stages(folder: Path, base: Path) -> dict[str, Any]:
-    """Every ZeRO stage with two processes: train, die, resume, export; bfloat16 and offload too."""
-    results: dict[str, Any] = {"one": worlds.World(folder / "one", base, 1).expected}
+    """Other ZeRO stages with two processes, bfloat16 and DDP: train, resume, export; one dies."""
+    results: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
-        "zero1": {"train.zero_stage": 1} | ASYNC,
-        "zero3": {"train.zero_stage": 3} | ASYNC,
-        "offload": {"train.zero_stage": 2, "train.offload_optimizer": "true", "train.save": "sync"},
-        "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"} | ASYNC,
-        "ddp": {"train.zero_stage": "null"} | ASYNC,
+        "zero1": {"train.zero_stage": 1},
+        "zero3": {"train.zero_stage": 3},
+        "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"},
+        "ddp": {"train.zero_stage": "null"},
     }
     for name, changes in cases.items():
-        world = worlds.World(folder / name, base, 2, **changes)
+        world = worlds.World(folder / name, base, 2, **changes, **ASYNC)
+        if name != "zero3":
+            world.finish_again(name)
+            results[name] = world.results()
+            continue
         run = folder / name / "killed"
         pids = world.start(run, crashes.CrashPlan(rank=1, step=worlds.STAGE_END, point=1))
         crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
-        results[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
-        if name == "zero3":
-            results[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
-        results[name]["complaints"] = world.tally.complaints
-        if name == "zero3":
-            results[name]["resharded"] = _reshard(folder, base, folder / name / "to-one", world)
+        results[name] = {"floats_left": floats_left(folder, base, zero_stage=3), **world.results()}
+        results[name]["resharded"] = _reshard(folder, base, folder / name / "to-one", world)
     return results
 
 
 def watchdog(folder: Path, base: Path) -> dict[str, Any]:
     """One rank of two is killed, and in another run stopped; the other has to end by itself."""
-    watchdogs.SILENT_SECONDS = 15.0
+    watchdogs.SILENT_SECONDS = 8.0
     results: dict[str, Any] = {}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-        world = worlds.World.__new__(worlds.World)
-        world.base, world.world_size = base, 2
-        world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000}
-        run = folder / name
+        world, run = _bare(base, 2, **ENDLESS), folder / name
         pids = world.start(run)
         metrics = run / "out" / "run" / "metrics.jsonl"
         end = time.monotonic() + worlds.RUN_SECONDS
@@ -203,35 +201,47 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
             "log": world.log(run),
             "pid": pids[1],
         }
-        crashes.wait([pids[1]], seconds=5)
+        crashes.kill([pids[1]], {})
+        os.waitpid(pids[1], 0)
     return results
 
 
 def adapters(folder: Path, base: Path) -> dict[str, Any]:
-    """ZeRO-2 and 3 train an adapter, and go on from a checkpoint without frozen weights."""
+    """ZeRO-2 with its optimizer on the host, and ZeRO-3: both train an adapter, and go on from a checkpoint
+    without frozen weights.
+    """
     adapter: dict[str, Any] = {"adapter.rank": 4, "adapter.alpha": 8}
     adapter["train.stages"] = f"[{{stride: 2, steps: {worlds.STAGE_END}}}, {{stride: 3, steps: 2}}]"
     one = worlds.World(folder / "one", base, 1, **adapter)
-    runs = {
-        str(stage): worlds.World(folder / str(stage), base, 2, **{"train.zero_stage": stage} | adapter)
-        for stage in (2, 3)
-    }
-    for name, world in runs.items():
-        again = folder / name / "again"
-        for part in ("trace", "out/run", "out/stages"):
-            shutil.copytree(world.reference / part, again / part)
-        shutil.rmtree(again / "out" / "run" / f"checkpoint-{worlds.STEPS}")
-        world.finish(again, name)
+    results = {"one": one.expected}
     weights = load_file(one.reference / "out" / WEIGHTS_FILE)
-    return {"one": one.expected} | {
-        name: {
-            **world.expected,
-            "resumes": [world.tally.equal, world.tally.resumes],
-            "complaints": world.tally.complaints,
-            "farthest": _farthest(weights, load_file(world.reference / "out" / WEIGHTS_FILE)),
-        }
-        for name, world in runs.items()
-    }
+    for stage, changes in ((2, {"train.offload_optimizer": "true", "train.save": "sync"}), (3, ASYNC)):
+        world = worlds.World(folder / str(stage), base, 2, **{"train.zero_stage": stage} | changes | adapter)
+        world.finish_again(str(stage))
+        farthest = _farthest(weights, load_file(world.reference / "out" / WEIGHTS_FILE))
+        results[str(stage)] = world.results() | {"farthest": farthest}
+    return results
+
+
+def gradients(folder: Path, base: Path) -> dict[str, Any]:
+    """Optimizer steps of two processes, with and without what shortens them."""
+    port, pids = crashes.free_port(), []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            status = 1
+            try:
+                status = zero2_gradient_steps.write_results(folder, "cpu")
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    status = crashes.wait(pids, seconds=worlds.RUN_SECONDS)
+    assert set(status.values()) == {0}, status
+    return json.loads((folder / "results.json").read_text())
 
 
 def _farthest(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
@@ -246,6 +256,7 @@ PARTS = {
     "stages": stages,
     "adapters": adapters,
     "watchdog": watchdog,
+    "gradients": gradients,
 }
 
 
