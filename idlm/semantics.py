@@ -17,9 +17,10 @@ from idlm.errors import UserError
 FILE_NAME = "idlm_config.json"
 CAUSALITIES = ("causal", "block", "full")
 MASK_REGIONS = ("response", "all")
-LISTS = ("stop_token_ids", "edit_token_ids", "acceptance")
+LISTS = ("stop_token_ids", "edit_token_ids", "acceptance", "noise_range")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Last parts of the names of the linear layers that an adapter can change."""
+MAX_NOISE = 1 << 31
 MAX_STRIDE = 64
 """Largest stride of training and decoding: `branch` feeds as many rows as its square."""
 
@@ -33,11 +34,12 @@ class Semantics:
     tokens per forward pass that the checkpoint was trained for, with `stride - 1` masks in a block (1: a
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
-    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: two tokens that are no text: a row predicts
-    the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift).
-    `acceptance`: how often the draft at each position is accepted once those before it were, which strides
-    are first chosen by. The defaults describe a plain autoregressive checkpoint. Values that do not fit raise
-    UserError IDLM-0304."""
+    `base_identity` (`idlm.lora.base_identity`). `noise_range`: MASK rows have no id of their own, but one
+    drawn anew for every row of every pass, uniform in [low, high) (token-causal checkpoints).
+    `edit_token_ids`: two tokens that are no text: a row predicts the first to delete its position, the second
+    to split it (LLaDA2.2; blocks without a shift). `acceptance`: how often the draft at each position is
+    accepted once those before it were, which strides are first chosen by. The defaults describe a plain
+    autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304."""
 
     causality: str = "causal"
     logit_shift: bool = True
@@ -50,9 +52,18 @@ class Semantics:
     stop_token_ids: tuple[int, ...] = ()
     edit_token_ids: tuple[int, ...] = ()
     acceptance: tuple[float, ...] = ()
+    noise_range: tuple[int, ...] = ()
+
+    @property
+    def draft_input(self) -> str | None:
+        """What MASK rows are fed: "mask", "uniform", or None if that is unknown."""
+        if self.noise_range:
+            return "uniform"
+        return None if self.mask_token_id is None else "mask"
 
     def __post_init__(self) -> None:
         mask, stops, edits = self.mask_token_id, self.stop_token_ids, self.edit_token_ids
+        noise = self.noise_range
         checks = {
             f"causality={self.causality!r} is not one of {CAUSALITIES}": self.causality in CAUSALITIES,
             f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}": self.mask_region
@@ -62,7 +73,15 @@ class Semantics:
             f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]": is_integer(
                 self.stride, 1, MAX_STRIDE
             ),
-            f"stride={self.stride} needs a mask_token_id": mask is not None or not is_integer(self.stride, 2),
+            f"stride={self.stride} needs a mask_token_id or a noise_range": self.draft_input is not None
+            or not is_integer(self.stride, 2),
+            f"noise_range={noise!r} is not [low, high] with 0 <= low < high <= {MAX_NOISE}": not noise
+            or (
+                len(noise) == 2 and is_integer(noise[0], 0) and is_integer(noise[1], noise[0] + 1, MAX_NOISE)
+            ),
+            f"noise_range and mask_token_id={mask} exclude each other": not noise or mask is None,
+            f"causality={self.causality!r} needs a mask_token_id, not a noise_range": not noise
+            or self.causality == "causal",
             f"mask_token_id={mask!r} is not a token id": mask is None or is_integer(mask, 0),
             f"gated=true needs the base_identity of the base, not {self.base_identity!r}": not self.gated
             or isinstance(self.base_identity, str),
@@ -91,7 +110,7 @@ class Semantics:
             for key, value in dataclasses.asdict(self).items()
         }
         # Left out where they are the default, so that older versions read the others.
-        for name in ("edit_token_ids", "acceptance"):
+        for name in ("edit_token_ids", "acceptance", "noise_range"):
             if not payload[name]:
                 del payload[name]
         (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")

@@ -310,16 +310,21 @@ def _page_size(settings: EngineSettings, block_size: int) -> int:
 
 
 def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
-    """Raise UserError IDLM-0606 if the embedding of MASK is not finite: attention would spread it."""
-    mask_token_id = model.semantics.mask_token_id
-    if mask_token_id is None or num_rows == 1:
+    """Raise UserError IDLM-0606 if an embedding of MASK is not finite: attention would spread it."""
+    meaning, trunk = model.semantics, model.trunk
+    if meaning.draft_input is None or num_rows == 1:
         return
-    row_D = model.trunk.embed[mask_token_id] if model.trunk.mask_row is None else model.trunk.mask_row
-    if not bool(row_D.isfinite().all()):
+    if meaning.noise_range:
+        what, rows_VD = f"noise_range={[*meaning.noise_range]}", trunk.embed[slice(*meaning.noise_range)]
+    else:
+        what = f"mask_token_id={meaning.mask_token_id}"
+        rows_VD = trunk.embed[meaning.mask_token_id] if trunk.mask_row is None else trunk.mask_row
+    # A sum, which takes no memory for a flag of every number.
+    if not bool(rows_VD.sum(dtype=torch.float64).isfinite()):
         raise UserError(
             "IDLM-0606",
-            f"the embedding row of mask_token_id={mask_token_id} has values that are not finite",
-            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs no mask",
+            f"the embedding of {what} has values that are not finite",
+            fix="give the ids that the checkpoint was trained with, or decoder=ar, which needs none",
         )
 
 

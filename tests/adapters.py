@@ -15,13 +15,14 @@ def write_adapter(
     directory: Path,
     base: Path,
     *,
-    mask_token_id: int,
+    mask_token_id: int | None,
     stride: int,
     rank: int = 3,
     targets: tuple[str, ...] = PROJECTIONS,
     has_mask_row: bool = False,
     size: float = 0.3,
     seed: int = 0,
+    noise_range: tuple[int, ...] = (),
 ) -> Path:
     """Save an adapter on `base` whose A and B are normal with standard deviation `size`."""
     import transformers
@@ -38,7 +39,11 @@ def write_adapter(
         tensors[MASK_ROW] = torch.randn(model.config.hidden_size, generator=generator)
     save_file(tensors, directory / WEIGHTS_FILE)
     AdapterSpec(rank=rank, alpha=2.0 * rank, targets=targets, base_path=str(base)).save(directory)
-    Semantics(mask_token_id=mask_token_id, stride=stride, gated=True, base_identity=base_identity(base)).save(
-        directory
-    )
+    Semantics(
+        mask_token_id=mask_token_id,
+        noise_range=noise_range,
+        stride=stride,
+        gated=True,
+        base_identity=base_identity(base),
+    ).save(directory)
     return directory

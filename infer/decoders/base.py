@@ -24,7 +24,7 @@ from idlm.infer.decoders.rejection import DraftLayout
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.step_rows import pack_rows
+from idlm.kernels.step_rows import Noise, pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 
@@ -219,7 +219,7 @@ def plan_rows(
     batch: Batch,
     *,
     layout: DraftLayout,
-    mask_token_id: int,
+    mask_token_id: int | Noise,
     draft_buffer_Z: Tensor | None = None,
     drafts_ZJ: Tensor | None = None,
 ) -> StepPlan:

@@ -69,7 +69,7 @@ class IsdDecoder(Decoder):
         self.config = config
         self.num_masks = self.stride - 1
         self.exactness = "exact" if config.acceptance == "exact" else "lossy"
-        self._mask_token_id = semantics.mask_token_id or 0
+        self._mask_token_id, self._noise_range = semantics.mask_token_id or 0, semantics.noise_range
         self.modes = self._choices(config)
         self._layouts = [
             layouts(layout.strategy, num_masks=layout.stride - 1, max_drafts=self.num_masks)
@@ -110,10 +110,11 @@ class IsdDecoder(Decoder):
                 f"decoder.stride={self.stride} must be in [1, {MAX_STRIDE}]",
                 fix="give decoder.stride, 1 is AR",
             )
-        if self.stride > 1 and semantics.mask_token_id is None:
+        if self.stride > 1 and semantics.draft_input is None:
             raise UserError(
                 "IDLM-0404",
-                f"decoder isd at stride {self.stride} needs a mask token id; the checkpoint has none",
+                f"decoder isd at stride {self.stride} needs a mask token id or a noise_range; the "
+                "checkpoint has none",
                 fix="give mask_token_id=..., convert the checkpoint with idlm-train, or use decoder=ar",
             )
         advice = "this checkpoint is not converted; idlm-train converts it (docs/convert.md)"
@@ -146,7 +147,7 @@ class IsdDecoder(Decoder):
             table,
             batch,
             layout=self._stacked[batch.mode],
-            mask_token_id=self._mask_token_id,
+            mask_token_id=table.noise(*self._noise_range) if self._noise_range else self._mask_token_id,
             draft_buffer_Z=self.draft_buffer_Z,
             drafts_ZJ=self.drafts_ZJ,
         )

@@ -21,6 +21,7 @@ from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL, extended
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
+from idlm.lora import MASK_ROW
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 
@@ -254,7 +255,8 @@ def _semantics(
         )
     if given is None:
         given = Semantics.load(directory) if has_file else family.semantics(config)
-    own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
+    has_own = given.draft_input is not None
+    own = given.mask_token_id if has_own else config.get("mask_token_id")
     if None not in (mask_token_id, own) and mask_token_id != own:
         warnings.warn(
             f"mask_token_id={mask_token_id} is used in place of {own}, with which the checkpoint was trained",
@@ -292,6 +294,13 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             fix=f"give ids below {spec.vocab_size}",
         )
     has_own_row = adapter is not None and adapter.has_mask_row
+    if meaning.noise_range and (has_own_row or meaning.noise_range[1] > spec.vocab_size):
+        what = f"has the tensor {MASK_ROW} too" if has_own_row else f"has {spec.vocab_size} embedding rows"
+        raise UserError(
+            "IDLM-0606",
+            f"{SEMANTICS_FILE} has noise_range={[*meaning.noise_range]}, and the checkpoint {what}",
+            fix="give the noise_range that the checkpoint was trained with, or mask_token_id in its place",
+        )
     if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(
             "IDLM-0606",

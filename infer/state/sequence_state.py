@@ -16,7 +16,7 @@ from torch import Tensor
 from idlm.infer.request import Request
 from idlm.infer.state.batch import lane_of, set_lanes, to_device
 from idlm.kernels.sampling import Probs, row_probs, uniforms
-from idlm.kernels.step_rows import Lanes, commit
+from idlm.kernels.step_rows import Lanes, Noise, commit
 
 
 class SequenceState:
@@ -70,6 +70,10 @@ class SequenceState:
             draft_buffer_Z=draft_buffer_Z,
             drafts_ZJ=drafts_ZJ,
         )
+
+    def noise(self, low: int, high: int) -> Noise:
+        """Ids in [low, high) for rows without a token, by each lane's current sampling step."""
+        return Noise(self.seeds_Z, self.samples_Z, self.steps_Z, low, high)
 
     def rewind(self, lane: int, num_computed: int = 0, num_known: int | None = None) -> None:
         """Set the KV pointer of a sequence that lost its pages, or got some back; tokens, drafts and random

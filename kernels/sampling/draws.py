@@ -70,15 +70,15 @@ def plain_uniforms(
     if lanes_B is not None:
         seeds, samples = seeds[lanes_B], samples[lanes_B]
         steps = steps[lanes_B] if steps_by_lane else steps
-    shape = (len(seeds), num_draws)
-    counter = (
-        torch.arange(num_draws, device=seeds.device).expand(shape),
-        steps[:, None].expand(shape) & _WORD,
-        (steps[:, None].expand(shape) >> 32) & _WORD,
-        samples[:, None].expand(shape) & _WORD,
-    )
-    key = (seeds[:, None] & _WORD, (seeds[:, None] >> 32) & _WORD)
-    return (philox4x32(counter, key)[0].double() + 0.5) * 2.0**-32
+    draws_D = torch.arange(num_draws, device=seeds.device)
+    words_BD = random_words(seeds[:, None], samples[:, None], steps[:, None], draws_D)
+    return (words_BD.double() + 0.5) * 2.0**-32
+
+
+def random_words(seeds: Tensor, samples: Tensor, steps: Tensor, draws: Tensor) -> Tensor:
+    """Draws of a stream as integers below 2^32, int64; operands (int64) are broadcast."""
+    counter = torch.broadcast_tensors(draws, steps & _WORD, (steps >> 32) & _WORD, samples & _WORD)
+    return philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]
 
 
 def philox4x32(

@@ -249,6 +249,20 @@ def judged_kernel(
 
 
 @triton.jit
+def random_words(seed, sample, step, b_draw):
+    """Philox4x32-10 numbers below 2^32 of a stream; `b_draw`: a block, the others like it or numbers."""
+    b_zero = (b_draw * 0).to(tl.uint32)
+    b_word, _, _, _ = tl.philox(
+        seed,
+        b_draw.to(tl.uint32),
+        b_zero + (step & 0xFFFFFFFF).to(tl.uint32),
+        b_zero + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        b_zero + (sample & 0xFFFFFFFF).to(tl.uint32),
+    )
+    return b_word
+
+
+@triton.jit
 def uniforms_kernel(
     p_seeds, p_samples, p_steps, p_lanes, p_out, num_draws, STEP_BY_LANE: tl.constexpr, TILE: tl.constexpr
 ):
@@ -259,13 +273,6 @@ def uniforms_kernel(
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
     step = tl.load(p_steps + (lane if STEP_BY_LANE else i_sequence))
     o_draw = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    b_zero = tl.zeros([TILE], tl.uint32)
-    b_word, _, _, _ = tl.philox(
-        tl.load(p_seeds + lane),
-        o_draw.to(tl.uint32),
-        b_zero + (step & 0xFFFFFFFF).to(tl.uint32),
-        b_zero + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        b_zero + (tl.load(p_samples + lane) & 0xFFFFFFFF).to(tl.uint32),
-    )
+    b_word = random_words(tl.load(p_seeds + lane), tl.load(p_samples + lane), step, o_draw)
     b_uniform = (b_word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     tl.store(p_out + i_sequence * num_draws + o_draw, b_uniform, mask=o_draw < num_draws)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.step_rows.types import MASK
+from idlm.kernels.sampling.kernel import random_words
+from idlm.kernels.step_rows.types import GROUP_DRAWS, MASK, NOISE_DRAWS
 
 MASK_SOURCE: tl.constexpr = tl.constexpr(MASK)
+FIRST_DRAW: tl.constexpr = tl.constexpr(NOISE_DRAWS)
+DRAWS: tl.constexpr = tl.constexpr(GROUP_DRAWS)
 
 
 @triton.jit(
@@ -34,6 +37,7 @@ def pack_rows_kernel(
     J,
     L,
     mask_token_id,
+    noise,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -85,15 +89,22 @@ def pack_rows_kernel(
     token = tl.load(lanes.tokens_ZL + lane * L + tl.minimum(slot, L - 1))
     if lanes.drafts_ZJ is not None:
         token = tl.where(is_known, token, tl.load(lanes.drafts_ZJ + lane * J + tl.maximum(source - 1, 0)))
-    token = tl.where(is_mask, mask_token_id, token)
+    limit, branch = tl.load(table.limit_YW + index), tl.load(table.branch_YW + index)
+    mask = mask_token_id
+    if noise is not None:
+        seed, sample = tl.load(noise.seeds_Z + lane), tl.load(noise.samples_Z + lane)
+        draw = FIRST_DRAW + limit * DRAWS + (slot - base - branch)
+        word = random_words(seed, sample, tl.load(noise.steps_Z + lane), draw).to(tl.int64)
+        mask = noise.low + (word * (noise.high - noise.low) >> 32)
+    token = tl.where(is_mask, mask, token)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
     tl.store(rows_IR + stride_rows + row, token, mask=m_row)
     position = tl.where(is_known, slot, base + tl.load(table.position_YW + index))
     tl.store(rows_IR + 2 * stride_rows + row, position, mask=m_row)
     tl.store(rows_IR + 3 * stride_rows + row, slot, mask=m_row)
-    limit = tl.where(is_known, slot + 1, base + tl.load(table.limit_YW + index))
+    limit = tl.where(is_known, slot + 1, base + limit)
     tl.store(rows_IR + 4 * stride_rows + row, limit, mask=m_row)
-    branch = tl.where(is_known, slot + 1, base + tl.load(table.branch_YW + index))
+    branch = tl.where(is_known, slot + 1, base + branch)
     tl.store(rows_IR + 5 * stride_rows + row, branch, mask=m_row)
     tl.store(is_mask_R + row, is_mask, mask=m_row)
 

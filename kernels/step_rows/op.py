@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
-from idlm.kernels.step_rows.types import MASK, Lanes, RowTable, StepRows
+from idlm.kernels.sampling import random_words
+from idlm.kernels.step_rows.types import (
+    GROUP_DRAWS,
+    MASK,
+    NOISE_DRAWS,
+    Lanes,
+    Noise,
+    RowTable,
+    StepRows,
+)
 
 FEW_SEQUENCES, FEW_BLOCK = 16, 32
 """Up to so many sequences one warp packs so many rows."""
@@ -33,12 +42,13 @@ def pack_rows(
     num_feed_B: Tensor,
     wants_B: Tensor,
     num_rows: int | None,
-    mask_token_id: int,
+    mask_token_id: int | Noise,
 ) -> StepRows:
     """Known tokens of every sequence from its first that is not computed, then the rows of its layout.
 
-    `num_rows` None: exactly these rows, whose number the host waits for; else that many rows, the last of
-    them padding with arbitrary numbers inside the tables."""
+    `mask_token_id`: of all MASK rows, or the `Noise` that gives each an id of its own. `num_rows` None:
+    exactly these rows, whose number the host waits for; else that many rows, the last of them padding with
+    arbitrary numbers inside the tables."""
     if num_rows is None:
         num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
     run = _launched if runs_kernels(lanes_B) else _plain
@@ -60,7 +70,11 @@ def _cu_rows(
 
 
 def _plain(
-    lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
+    lanes: Lanes,
+    table: RowTable,
+    columns_B: tuple[Tensor, Tensor, Tensor],
+    num_rows: int,
+    mask_token_id: int | Noise,
 ) -> StepRows:
     lanes_B, feed_B, _ = columns_B
     cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
@@ -81,6 +95,11 @@ def _plain(
     if lanes.drafts_ZJ is not None and lanes.drafts_ZJ.shape[1]:
         draft_R = lanes.drafts_ZJ[lane_R, (source_R - 1).clamp(min=0)]
         token_R = torch.where(is_known_R, token_R, draft_R)
+    mask_R: Tensor | int
+    if isinstance(mask_token_id, Noise):
+        mask_R = _noise(mask_token_id, table, lane_R, index)
+    else:
+        mask_R = mask_token_id
     # Known tokens are causal: they see what is before them and themselves, and have no branch.
     limits_R, branch_starts_R = (
         torch.where(is_known_R, slots_R + 1, base_R + column_YW[index])
@@ -91,7 +110,7 @@ def _plain(
     return StepRows(
         cu_rows_B1=cu_rows_B1,
         sequence_R=sequence_R,
-        token_ids_R=torch.where(is_mask_R, mask_token_id, token_R),
+        token_ids_R=torch.where(is_mask_R, mask_R, token_R),
         positions_R=torch.where(is_known_R, slots_R, base_R + position_R),
         slots_R=slots_R,
         limits_R=limits_R,
@@ -103,8 +122,20 @@ def _plain(
     )
 
 
+def _noise(noise: Noise, table: RowTable, lane_R: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
+    """Ids [R] of rows that are in a group of MASKs; `index`: of the rows in the table."""
+    depth_R = index[1] - table.branch_YW[index]
+    draws_R = NOISE_DRAWS + table.limit_YW[index] * GROUP_DRAWS + depth_R
+    words_R = random_words(noise.seeds_Z[lane_R], noise.samples_Z[lane_R], noise.steps_Z[lane_R], draws_R)
+    return noise.low + (words_R * (noise.high - noise.low) >> 32)
+
+
 def _launched(
-    lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
+    lanes: Lanes,
+    table: RowTable,
+    columns_B: tuple[Tensor, Tensor, Tensor],
+    num_rows: int,
+    mask_token_id: int | Noise,
 ) -> StepRows:
     """One launch; `columns_B`: lanes_B, num_feed_B, wants_B."""
     import triton
@@ -125,13 +156,14 @@ def _launched(
     is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
     is_few = num_sequences <= FEW_SEQUENCES
     block = FEW_BLOCK if is_few else MANY_BLOCK
+    is_noise = isinstance(mask_token_id, Noise)
     programs = triton.cdiv(num_rows, block) + triton.cdiv(num_sequences * width, block)
     pack_rows_kernel[(programs,)](
         *(lanes if has_drafts else lanes._replace(drafts_ZJ=None), table),
         *(*columns_B, samples_B, advances_B, (cu_rows_B1, logit_rows_X, rows_IR, is_mask_R)),
         *(num_sequences, num_rows, width, aligned_rows),
         0 if drafts_ZJ is None else drafts_ZJ.shape[1],
-        *(lanes.tokens_ZL.shape[1], mask_token_id),
+        *(lanes.tokens_ZL.shape[1], 0 if is_noise else mask_token_id, mask_token_id if is_noise else None),
         BLOCK_B=FEW_SEQUENCES if is_few else max(MANY_SEQUENCES, triton.next_power_of_2(num_sequences)),
         BLOCK=block,
         num_warps=1 if is_few else 4,

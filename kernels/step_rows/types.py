@@ -12,6 +12,9 @@ from torch import Tensor
 
 MASK = -1
 """Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
+NOISE_DRAWS, GROUP_DRAWS = 1 << 31, 256
+"""Draws of a step from the first one on give ids of MASK rows: so many for each group. Those before it test
+and draw drafts, so that both are independent."""
 
 
 class Lanes(NamedTuple):
@@ -23,6 +26,16 @@ class Lanes(NamedTuple):
     tokens_ZL: Tensor
     draft_buffer_Z: Tensor | None = None
     drafts_ZJ: Tensor | None = None
+
+
+class Noise(NamedTuple):
+    """Ids of MASK rows in place of the mask's: uniform in [low, high), by the lane's random stream, int64."""
+
+    seeds_Z: Tensor
+    samples_Z: Tensor
+    steps_Z: Tensor
+    low: int
+    high: int
 
 
 class RowTable(NamedTuple):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.kernels.step_rows import Lanes, RowTable, commit, map_slots, pack_rows
-from tests.kernels.cases.step_rows import MASK_ID, Case
+from idlm.kernels.step_rows import Lanes, Noise, RowTable, commit, map_slots, pack_rows
+from tests.kernels.cases.step_rows import Case
 from tests.kernels.references.step_rows import pack_rows_reference
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_rows_equal_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
-    expected = pack_rows_reference(case.lanes, case.table, case.sequences, mask_token_id=MASK_ID)
+    expected = pack_rows_reference(case.lanes, case.table, case.sequences, mask_token_id=case.mask_token_id)
     counts = [len(rows) for rows in expected]
     packed = case.pack(sum(counts) + case.padding)
     assert packed.cu_rows_B1.diff().tolist() == counts
@@ -50,7 +50,8 @@ def test_a_commit_appends_and_counts() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_the_kernels_compile_for_hopper_without_spills(has_drafts: bool) -> None:
+@pytest.mark.parametrize("is_noise", [False, True])
+def test_the_kernels_compile_for_hopper_without_spills(has_drafts: bool, is_noise: bool) -> None:
     pytest.importorskip("triton")
     from tests.kernels.hopper_compiler import compiled_launches
 
@@ -59,10 +60,11 @@ def test_the_kernels_compile_for_hopper_without_spills(has_drafts: bool) -> None
     drafts = (lanes_Z, lanes_Z.new_empty(9, 3)) if has_drafts else ()
     lanes = Lanes(lanes_Z, lanes_Z, lanes_Z, lanes_Z.new_empty(9, 4096), *drafts)
     table = RowTable(table_YW[:, 0], *[table_YW] * 4)
+    mask = Noise(lanes_Z, lanes_Z, lanes_Z, low=1, high=151_669) if is_noise else 5
 
     def run() -> None:
         columns = {"lanes_B": numbers_B, "num_feed_B": numbers_B, "wants_B": numbers_B.bool()}
-        rows = pack_rows(lanes, table, **columns, num_rows=999, mask_token_id=5)
+        rows = pack_rows(lanes, table, **columns, num_rows=999, mask_token_id=mask)
         pages_BP = numbers_B.new_empty(200, 64)
         map_slots(pages_BP, rows.sequence_R, rows.slots_R, rows.cu_rows_B1, page_size=16)
         emitted_BA = numbers_B.new_empty(200, 4)

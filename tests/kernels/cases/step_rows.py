@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.rejection import STRATEGIES, DraftLayout, layouts
-from idlm.kernels.step_rows import Lanes, RowTable, StepRows, commit, map_slots, pack_rows
+from idlm.kernels.step_rows import Lanes, Noise, RowTable, StepRows, commit, map_slots, pack_rows
 
-NUM_LANES, LENGTH, MASK_ID = 12, 70, 999
+NUM_LANES, LENGTH, MASK_ID = 12, 90, 999
 SPARE = NUM_LANES - 1
 
 
@@ -24,11 +24,11 @@ class Case:
         def ints(minimum: int, maximum: int, *shape: int) -> Tensor:
             return torch.randint(minimum, maximum, shape, generator=generator).to(device)
 
-        stride = rng.choice([1, 2, 4])
+        stride = rng.choice([1, 2, 4, 16])
         maximum = stride - 1 + rng.choice([0, 2]) * (stride > 1)
         mode_layouts = layouts(rng.choice(STRATEGIES.names()), num_masks=stride - 1, max_drafts=maximum)
         self.table: RowTable = DraftLayout(mode_layouts, torch.device(device)).rows
-        known_Z = ints(1, LENGTH - 8, NUM_LANES)
+        known_Z = ints(1, LENGTH - 20, NUM_LANES)
         computed_Z = (known_Z * torch.rand(NUM_LANES, generator=generator).to(device)).long()
         ends_Z = known_Z + ints(0, 6, NUM_LANES)
         has_drafts = stride > 1
@@ -41,6 +41,9 @@ class Case:
             drafts_ZJ=ints(0, 900, NUM_LANES, maximum) if has_drafts else None,
         )
         self.steps_Z = ints(0, 9, NUM_LANES)
+        wide = rng.choice([0, 1 << 40])
+        numbers = ints(0, 1 << 62, NUM_LANES), ints(0, 9, NUM_LANES), self.steps_Z.clone() + wide
+        self.mask_token_id = rng.choice([MASK_ID, Noise(*numbers, low=1, high=151_669)])
         chosen = rng.sample(range(SPARE), rng.randint(1, SPARE))
         self.sequences: list[tuple[int, int, bool]] = []
         for lane in chosen:
@@ -67,7 +70,7 @@ class Case:
             num_feed_B=feed_B,
             wants_B=wants_B,
             num_rows=num_rows,
-            mask_token_id=MASK_ID,
+            mask_token_id=self.mask_token_id,
         )
 
     def run(self) -> dict[str, Tensor]:
