@@ -145,6 +145,17 @@ LLADA_MOE: dict[str, Any] = STOCK | {
     "pad_token_id": 156892,
     "qk_layernorm": True,
 }
+OLMO2: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rope_theta": 500000,
+    "vocab_size": 100352,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -164,6 +175,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LLaDA-8B-Instruct": ("LLaDAModelLM", "llada", LLADA_8B),
     "Dream-v0-Instruct-7B": ("DreamModel", "Dream", DREAM),
     "LLaDA-MoE-7B-A1B-Instruct": ("LLaDAMoEModelLM", "llada", LLADA_MOE),
+    "OLMo-2-1124-7B": ("Olmo2ForCausalLM", "olmo2", OLMO2),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

@@ -50,6 +50,23 @@ class MoeSpec(Routing):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Where the arithmetic of a family differs from Llama's."""
+
+    is_qk_norm_whole: bool = False
+    """Whether a norm spans all heads of queries, or of keys, rather than each head."""
+    has_input_norms: bool = True
+    """Norms before attention and before the feed-forward part."""
+    has_output_norms: bool = False
+    """Norms of what both add to the residual."""
+    norm_offset: float | None = None
+    """Norm weights are fp32, and this more than in the checkpoint; None: they have the model's dtype."""
+
+
+USUAL = Variant()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """All that a trunk is built from. `vocab_size` counts embedding rows, padding rows included."""
 
@@ -76,6 +93,7 @@ class ModelSpec:
     rotary_dim: int | None = None
     """Number of leading dimensions of a head that rotate; None: all."""
     moe: MoeSpec | None = None
+    variant: Variant = USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +216,8 @@ class TensorNames:
     q_norm: str = "model.layers.{}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{}.self_attn.k_norm.weight"
     mlp_norm: str = "model.layers.{}.post_attention_layernorm.weight"
+    attention_out_norm: str = "model.layers.{}.post_attention_layernorm.weight"
+    mlp_out_norm: str = "model.layers.{}.post_feedforward_layernorm.weight"
     gate: str = "model.layers.{}.mlp.gate_proj"
     up: str = "model.layers.{}.mlp.up_proj"
     down: str = "model.layers.{}.mlp.down_proj"

@@ -14,7 +14,7 @@ import torch
 
 from idlm.contracts import is_number
 from idlm.errors import UserError
-from idlm.infer.models.base import ModelSpec, MoeSpec
+from idlm.infer.models.base import USUAL, ModelSpec, MoeSpec, Variant
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -114,10 +114,12 @@ def dense_spec(
     o_bias: bool,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    default_norm_eps: float = 1e-6,
     default_head_dim: int | None = None,
     default_rope_theta: float | None = None,
     rotary_dim: int | None = None,
     moe: MoeSpec | None = None,
+    variant: Variant = USUAL,
 ) -> ModelSpec:
     """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults.
     `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
@@ -144,7 +146,7 @@ def dense_spec(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=reader.integer("vocab_size", maximum=MAX_COUNT),
-        norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
+        norm_eps=reader.positive_float("rms_norm_eps", default_norm_eps),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,
         qkv_bias=qkv_bias,
@@ -155,6 +157,7 @@ def dense_spec(
         max_positions=longest,
         rotary_dim=rotary_dim,
         moe=moe,
+        variant=variant,
     )
     reader.check()
     return spec

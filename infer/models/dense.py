@@ -22,6 +22,7 @@ from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
+from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.row_compaction import gather_rows
 
 SUMMED = ("o", "down")
@@ -61,14 +62,19 @@ class Layer(nn.Module, ABC):
         super().__init__()
         self.shards, spec = shards, shards.local(spec)
         fused_heads, o_width = spec.num_heads + 2 * spec.num_kv_heads, spec.num_heads * spec.head_dim
-        self.attention_norm = empty(spec.width)
+        norm = partial(empty, dtype=norm_dtype(spec, empty))
+        self.attention_norm = norm(spec.width) if spec.variant.has_input_norms else None
         self.qkv = empty(fused_heads * spec.head_dim, spec.width)
         self.qkv_bias = empty(fused_heads * spec.head_dim) if spec.qkv_bias else None
         # One row per head (equal within queries and within keys), so that one call normalises both.
-        self.qk_norm = empty(spec.num_heads + spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None
+        is_whole, num_normed = spec.variant.is_qk_norm_whole, spec.num_heads + spec.num_kv_heads
+        self.qk_norm = norm(num_normed, spec.head_dim) if spec.qk_norm and not is_whole else None
+        self.whole_qk_norm = norm(num_normed * spec.head_dim) if spec.qk_norm and is_whole else None
         self.o = empty(spec.width, o_width)
         self.o_bias = empty(spec.width) if spec.o_bias else None
-        self.mlp_norm = empty(spec.width)
+        self.attention_out_norm = norm(spec.width) if spec.variant.has_output_norms else None
+        self.mlp_norm = norm(spec.width) if spec.variant.has_input_norms else None
+        self.mlp_out_norm = norm(spec.width) if spec.variant.has_output_norms else None
         self.lora: nn.ModuleDict | None = None
         self.spec = spec
 
@@ -108,11 +114,13 @@ class Layer(nn.Module, ABC):
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
     ) -> tuple[Tensor, Tensor, Rows]:
-        """This rank's summand of the output, the residual to add the output to, and the remaining rows.
-        `x_RD` is such a summand if there is a residual."""
-        spec, add_rms_norm = self.spec, self.shards.add_rms_norm
-        normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
+        """This rank's summand of the output (all of it after an output norm), the residual to add the output
+        to, and the remaining rows. `x_RD` is such a summand if there is a residual."""
+        spec = self.spec
+        normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.attention_norm, spec, self.shards)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
+        if self.whole_qk_norm is not None:
+            self._norm_whole(qkv_RE, self.whole_qk_norm)
         (keys, values), (k_scale_K, v_scale_K) = kv.layer(number), kv.scales(number)
         q_RNH = qkv_rope_cache(
             qkv_RE.view(len(x_RD), -1, spec.head_dim),
@@ -129,9 +137,31 @@ class Layer(nn.Module, ABC):
         if retained_I is not None:
             q_RNH, residual_RD, rows = rows.select_plan_rows(retained_I, q_RNH, residual_RD)
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
-        x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
-        normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
-        return self.feed_forward(normed_RD, rows, kv.slot_mapping_R), residual_RD, rows
+        x_RD = self._output(self.project("o", o_RE, rows.gate_R, rows.linears), self.attention_out_norm)
+        normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.mlp_norm, spec, self.shards)
+        x_RD = self._output(self.feed_forward(normed_RD, rows, kv.slot_mapping_R), self.mlp_out_norm)
+        return x_RD, residual_RD, rows
+
+    def _output(self, x_RD: Tensor, norm_D: Tensor | None) -> Tensor:
+        """What is added to the residual, of this rank's summand."""
+        if norm_D is None:
+            return x_RD
+        x_RD = self.shards.sum(x_RD)
+        return add_rms_norm(x_RD, None, norm_D, eps=self.spec.norm_eps, out_RD=x_RD)[0]
+
+    def _norm_whole(self, qkv_RE: Tensor, weight_E: Tensor) -> None:
+        """Normalise queries and keys IN PLACE, each over the heads of all ranks."""
+        spec, size = self.spec, self.shards.size
+        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads)]
+        parts, weights = qkv_RE[:, : sum(sizes)].split(sizes, dim=1), weight_E.split(sizes)
+        if size == 1:
+            for x_RE, own_E in zip(parts, weights, strict=True):
+                add_rms_norm(x_RE, None, own_E, eps=spec.norm_eps, out_RD=x_RE)
+            return
+        sums_R2 = self.shards.sum(torch.stack([x_RE.float().square().sum(1) for x_RE in parts], dim=1))
+        for x_RE, own_E, sum_R in zip(parts, weights, sums_R2.unbind(1), strict=True):
+            factor_R1 = (sum_R / (size * x_RE.shape[1]) + spec.norm_eps).rsqrt()[:, None]
+            x_RE.copy_((x_RE.float() * factor_R1).to(own_E.dtype) * own_E)
 
 
 class DenseLayer(Layer):
@@ -157,6 +187,23 @@ class DenseLayer(Layer):
         weight_ED, bias_E, lora = self.operands("gate_up", rows.gate_R)
         hidden_RF = rows.linears.swiglu(normed_RD, weight_ED, bias_E=bias_E, lora=lora)
         return self.project("down", hidden_RF, rows.gate_R, rows.linears)
+
+
+def norm_dtype(spec: ModelSpec, empty: MakeWeight) -> torch.dtype:
+    """The dtype of norm weights in a model of the dtype that `empty` makes."""
+    dtype = empty(0).dtype
+    return dtype if spec.variant.norm_offset is None else torch.promote_types(dtype, torch.float32)
+
+
+def add_and_norm(
+    x_RD: Tensor, residual_RD: Tensor | None, norm_D: Tensor | None, spec: ModelSpec, shards: Shards
+) -> tuple[Tensor, Tensor]:
+    """The input of the next part, without a norm the sum itself, and the sum with the residual."""
+    if norm_D is None:
+        sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
+        return sum_RD, sum_RD
+    add = add_rms_norm if spec.variant.has_output_norms else shards.add_rms_norm
+    return add(x_RD, residual_RD, norm_D, eps=spec.norm_eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +239,7 @@ class DenseTrunk(nn.Module):
         empty = partial(empty_weight, device=device, dtype=dtype)
         self.embed = empty(spec.vocab_size, spec.width)
         self.layers = nn.ModuleList(self._layer(number, empty) for number in range(spec.num_layers))
-        self.final_norm = empty(spec.width)
+        self.final_norm = empty(spec.width, dtype=norm_dtype(spec, empty))
         own_rows_VD = self.embed[shards.part(spec.vocab_size)]
         self.head = own_rows_VD if spec.tie_embeddings else empty(*own_rows_VD.shape)
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
@@ -213,7 +260,7 @@ class DenseTrunk(nn.Module):
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
             x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)
-        return self.shards.add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
+        return add_and_norm(x_RD, residual_RD, self.final_norm, self.spec, self.shards)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
@@ -243,24 +290,21 @@ class WeightTarget:
     shape: tuple[int, ...]
     part: tuple[slice, ...] = ()
     order: Tensor | None = None
+    offset: float = 0.0
+    """Added to the tensor in the dtype of `view`."""
 
 
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
     """Targets of all tensors that the checkpoint must have, by name: views of parameters."""
     spec, shards = trunk.spec, trunk.shards
-    targets = {names.embed: target_of(trunk.embed), names.final_norm: target_of(trunk.final_norm)}
+    targets = {names.embed: target_of(trunk.embed)}
+    norms = {names.final_norm: target_of(trunk.final_norm)}
     if not spec.tie_embeddings:
         rows = shards.part(spec.vocab_size)
         targets[names.head] = WeightTarget(view=trunk.head, shape=tuple(trunk.embed.shape), part=(rows,))
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, Layer)
-        targets[names.attention_norm.format(number)] = target_of(layer.attention_norm)
-        targets[names.mlp_norm.format(number)] = target_of(layer.mlp_norm)
-        if layer.qk_norm is not None:
-            norms = layer.qk_norm.split((layer.spec.num_heads, layer.spec.num_kv_heads))
-            order = None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
-            for name, view in zip((names.q_norm, names.k_norm), norms, strict=True):
-                targets[name.format(number)] = WeightTarget(view=view, shape=(spec.head_dim,), order=order)
+        norms |= _norm_targets(layer, number, names)
         targets |= layer.further_targets(number, names)
         for fused, (parts, sizes, weight, bias) in layer.projections(names).items():
             if fused == "qkv" and names.qkv is not None:
@@ -273,6 +317,29 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
                 whole = ALONE if fused in SUMMED else shards
                 for part, view in zip(parts, bias.split(sizes), strict=True):
                     targets[f"{part.format(number)}.bias"] = target_of(view, whole)
+    offset = spec.variant.norm_offset or 0.0
+    return targets | {name: replace(target, offset=offset) for name, target in norms.items()}
+
+
+def _norm_targets(layer: Layer, number: int, names: TensorNames) -> dict[str, WeightTarget]:
+    """Targets of all norms of a layer."""
+    spec = layer.spec
+    rows = (
+        (names.attention_norm, layer.attention_norm),
+        (names.attention_out_norm, layer.attention_out_norm),
+        (names.mlp_norm, layer.mlp_norm),
+        (names.mlp_out_norm, layer.mlp_out_norm),
+    )
+    targets = {name.format(number): target_of(norm) for name, norm in rows if norm is not None}
+    qk_names, heads = (names.q_norm, names.k_norm), (spec.num_heads, spec.num_kv_heads)
+    if layer.qk_norm is not None:
+        order = None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
+        for name, view in zip(qk_names, layer.qk_norm.split(heads), strict=True):
+            targets[name.format(number)] = WeightTarget(view=view, shape=(spec.head_dim,), order=order)
+    if layer.whole_qk_norm is not None:
+        views = layer.whole_qk_norm.split([num * spec.head_dim for num in heads])
+        for name, view in zip(qk_names, views, strict=True):
+            targets[name.format(number)] = target_of(view, layer.shards)
     return targets
 
 

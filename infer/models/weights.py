@@ -120,6 +120,8 @@ def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None
                     target = targets[name]
                     stored = file.get_slice(name)[target.part] if target.part else file.get_tensor(name)
                     target.view.copy_(stored if target.order is None else stored[target.order])
+                    if target.offset:
+                        target.view.add_(target.offset)
                     num_done += target.view.nbytes
                     watcher(num_done, total)
 

@@ -96,6 +96,7 @@ def _norm(run: CanvasPass, step: OpCall) -> None:
     """The norm before attention or before the FFN."""
     [out], width, layer = step.op.writes, run.trunk.spec.width, run.layer(step)
     weight_D = layer.mlp_norm if step.op.name == "ffn_norm" else layer.attention_norm
+    assert weight_D is not None
     norm_rows(run, run.rows(step, "x", width), weight_D, run.rows(step, out, width))
 
 

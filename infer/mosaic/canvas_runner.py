@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 
 from idlm.errors import UserError
+from idlm.infer.models.base import USUAL
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
 from idlm.infer.mosaic.arena import Arena
@@ -54,6 +55,7 @@ def resolve_canvases(
     refused = {
         "a gated adapter": outline.adapter is not None,
         "experts in some layers only": bool(moe and (moe.dense_layers or moe.layer_step != 1)),
+        "layers whose norms, scales or rotations are not those of Llama": outline.spec.variant != USUAL,
         "a shared expert": moe is not None and moe.shared_ffn_width > 0,
         f"accelerators=[{','.join(accelerators)}]": bool(accelerators),
         f"tensor_parallel={settings.tensor_parallel}": settings.tensor_parallel > 1,

@@ -80,8 +80,10 @@ def qkv_rope_cache_kernel(
     new_low, new_high = low, high
     if qk_norm_YH is not None:
         size = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + norm_eps)[:, None]
-        new_low = _round(_round(low * size, dtype) * norm_low, dtype)
-        new_high = _round(_round(high * size, dtype) * norm_high, dtype)
+        # As for a whole row: fp32 weights are multiplied with what is not rounded.
+        norm_dtype = qk_norm_YH.dtype.element_ty
+        new_low = _round(_round(low * size, norm_dtype) * norm_low, dtype)
+        new_high = _round(_round(high * size, norm_dtype) * norm_high, dtype)
     turned_low = _round(new_low * cos, dtype) - _round(new_high * sin, dtype)
     turned_high = _round(new_high * cos, dtype) + _round(new_low * sin, dtype)
     low = tl.where(is_rotated, _round(turned_low, dtype), low)

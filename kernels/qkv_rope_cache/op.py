@@ -150,11 +150,11 @@ def rotate_heads(x_RYH: Tensor, *, rope: Rope, norm_YH: Tensor | None = None, no
 
 
 def _normed(x_RYH: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-    """RMSNorm of each head, rounded before the weight; the input without one."""
+    """RMSNorm of each head, rounded to the weight's dtype before it; the input without one."""
     if norm is None:
         return x_RYH
-    normed_RYH = F.rms_norm(x_RYH.float(), x_RYH.shape[-1:], eps=norm[1]).to(x_RYH.dtype)
-    return normed_RYH * norm[0]
+    normed_RYH = F.rms_norm(x_RYH.float(), x_RYH.shape[-1:], eps=norm[1]).to(norm[0].dtype)
+    return (normed_RYH * norm[0]).to(x_RYH.dtype)
 
 
 def _turned(x_RYH: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

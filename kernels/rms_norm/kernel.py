@@ -37,4 +37,4 @@ def norm_row(x, weight, D, eps):
     """rms_norm(x) * weight of a row, in its dtype."""
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-    return (normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)

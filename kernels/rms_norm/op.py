@@ -20,13 +20,14 @@ def add_rms_norm(
     """(normed, residual): the sum x + residual is written IN PLACE over `residual_RD` and returned.
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
-    normed row, its product with the weight. `out_RD` receives the normed rows; it may be `x_RD` itself.
-    `pdl` (None: if the device supports it) is a launch parameter."""
+    normed row to the dtype of the weight, its product with the weight. `out_RD` receives the normed rows; it
+    may be `x_RD` itself. `pdl` (None: if the device supports it) is a launch parameter."""
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if not runs_kernels(x_RD):
         sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
-        normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D
+        normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(weight_D.dtype) * weight_D
+        normed_RD = normed_RD.to(x_RD.dtype)
         return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD
     import triton
 

@@ -107,6 +107,7 @@ def check_rms_norm(draw: Draw) -> None:
     x, _ = draw.poisoned(rows, width)
     residual, memory = draw.poisoned(rows, width)
     weight = draw.tensor(width)
+    weight = weight.float() if draw.flag() else weight
     poisoned = rows // 2 if rows > 1 else None
     if poisoned is not None:
         x[poisoned] = NAN
@@ -115,7 +116,8 @@ def check_rms_norm(draw: Draw) -> None:
     before = residual.clone()
     true, true_sum = add_rms_norm_reference(x.double(), before if adds else None, weight, eps=1e-6)
     plain_sum = x + before if adds else x
-    plain = F.rms_norm(plain_sum.float(), (width,), eps=1e-6).to(draw.dtype) * weight
+    plain = F.rms_norm(plain_sum.float(), (width,), eps=1e-6).to(weight.dtype) * weight
+    plain = plain.to(draw.dtype)
     normed, total = add_rms_norm(x, residual if adds else None, weight, eps=1e-6)
     assert total.data_ptr() == (residual if adds else x).data_ptr()
     assert torch.equal(total[kept], plain_sum[kept])
@@ -141,8 +143,8 @@ def check_swiglu(draw: Draw) -> None:
 
 def check_qkv_rope_cache(draw: Draw) -> None:
     # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
-    heads, kv_heads, per_program, has_norm = draw.random.choice(
-        [(4, 2, 4, True), (14, 2, 4, False), (3, 1, 1, False), (1, 1, 1, True)]
+    heads, kv_heads, per_program, norm_dtype = draw.random.choice(
+        [(4, 2, 4, draw.dtype), (14, 2, 4, None), (3, 1, 1, None), (1, 1, 1, torch.float32)]
     )
     head_dim, rows = draw.size(16, 32, 64, 96, 128), draw.num_rows
     fused = heads + 2 * kv_heads
@@ -155,10 +157,8 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     positions = torch.randint(0, 40_000, (rows,), generator=draw.generator).to(draw.device)
     inv_freq = (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device)
     scaling = draw.random.choice([1.0, 1.2])
-    options = {
-        "slot_mapping_R": slots,
-        "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if has_norm else None,
-    }
+    weights = None if norm_dtype is None else draw.tensor(heads + kv_heads, head_dim).to(norm_dtype)
+    options = {"slot_mapping_R": slots, "qk_norm_YH": weights}
     shape = (num_slots, kv_heads, head_dim)
     caches = [torch.full(shape, NAN, device=draw.device, dtype=draw.dtype) for _ in range(2)]
     exact = [torch.full(shape, NAN, device=draw.device, dtype=torch.float64) for _ in range(2)]
@@ -167,7 +167,7 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     )
     plain = [torch.full(shape, NAN, device=draw.device, dtype=draw.dtype) for _ in range(2)]
     tables = rope_tables(positions, inv_freq, scaling=scaling, dtype=draw.dtype)
-    norm = None if options["qk_norm_YH"] is None else (options["qk_norm_YH"], 1e-6)
+    norm = None if weights is None else (weights, 1e-6)
     plain_q = plain_qkv_rope_cache(qkv.clone(), *plain, tables, slots, norm, (None, None))
     before = qkv.clone()
     rope = make_rope(positions, inv_freq, scaling=scaling, dtype=draw.dtype)
