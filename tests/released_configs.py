@@ -156,6 +156,28 @@ OLMO2: dict[str, Any] = STOCK | {
     "rope_theta": 500000,
     "vocab_size": 100352,
 }
+SMOLLM3: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "pretraining_tp": 2,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -176,6 +198,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Dream-v0-Instruct-7B": ("DreamModel", "Dream", DREAM),
     "LLaDA-MoE-7B-A1B-Instruct": ("LLaDAMoEModelLM", "llada", LLADA_MOE),
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", "olmo2", OLMO2),
+    "SmolLM3-3B": ("SmolLM3ForCausalLM", "smollm3", SMOLLM3),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

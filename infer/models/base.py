@@ -50,6 +50,17 @@ class MoeSpec(Routing):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherLayers:
+    """Layers that rotate in another way than the rest of a model."""
+
+    numbers: frozenset[int]
+    """Counted from 0."""
+    rope_inv_freq: tuple[float, ...]
+    """As in `ModelSpec`; zeros rotate nothing."""
+    rope_scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """Where the arithmetic of a family differs from Llama's."""
 
@@ -61,6 +72,7 @@ class Variant:
     """Norms of what both add to the residual."""
     norm_offset: float | None = None
     """Norm weights are fp32, and this more than in the checkpoint; None: they have the model's dtype."""
+    others: OtherLayers | None = None
 
 
 USUAL = Variant()

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from idlm.infer.models.base import ALONE, KVAccess, ModelSpec, Shards, TensorNames
+from idlm.infer.models.base import ALONE, KVAccess, ModelSpec, OtherLayers, Shards, TensorNames
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
@@ -126,7 +126,7 @@ class Layer(nn.Module, ABC):
             qkv_RE.view(len(x_RD), -1, spec.head_dim),
             keys,
             values,
-            rope=rows.rope,
+            rope=rows.rope_of(number),
             slot_mapping_R=kv.slot_mapping_R,
             qk_norm_YH=self.qk_norm,
             norm_eps=spec.norm_eps,
@@ -213,23 +213,39 @@ class Rows:
     rope: Rope
     gate_R: Tensor | None
     linears: Linears
+    other_rope: Rope | None = None
+    """Of the layers `others`."""
+    others: OtherLayers | None = None
+
+    def rope_of(self, number: int) -> Rope:
+        if self.other_rope is None or self.others is None or number not in self.others.numbers:
+            return self.rope
+        return self.other_rope
 
     def select_plan_rows(
         self, rows_I: Tensor, q_RNH: Tensor, residual_RD: Tensor
     ) -> tuple[Tensor, Tensor, Rows]:
         """Queries, residual and inputs of the rows `rows_I`, in one launch."""
-        tables, gates = self.rope.tables or (), () if self.gate_R is None else (self.gate_R,)
+        ropes = (self.rope,) if self.other_rope is None else (self.rope, self.other_rope)
+        tables = [table for rope in ropes for table in rope.tables or ()]
+        gates = () if self.gate_R is None else (self.gate_R,)
         q_INH, residual_ID, positions_I, *others = gather_rows(
             rows_I, (q_RNH, residual_RD, self.rope.positions_R, *tables, *gates)
         )
-        rope = replace(self.rope, positions_R=positions_I, tables=(others[0], others[1]) if tables else None)
-        return q_INH, residual_ID, replace(self, rope=rope, gate_R=others[-1] if gates else None)
+        pairs = [(others[at], others[at + 1]) if tables else None for at in range(0, 2 * len(ropes), 2)]
+        rope, *other = (
+            replace(rope, positions_R=positions_I, tables=pair)
+            for rope, pair in zip(ropes, pairs, strict=True)
+        )
+        gate_I, other_rope = others[-1] if gates else None, other[0] if other else None
+        return q_INH, residual_ID, replace(self, rope=rope, gate_R=gate_I, other_rope=other_rope)
 
 
 class DenseTrunk(nn.Module):
     """Embedding, layers, final norm, head. Built empty: the loader fills `weight_targets`."""
 
     inv_freq: Tensor
+    other_inv_freq: Tensor
 
     def __init__(
         self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -243,6 +259,10 @@ class DenseTrunk(nn.Module):
         own_rows_VD = self.embed[shards.part(spec.vocab_size)]
         self.head = own_rows_VD if spec.tie_embeddings else empty(*own_rows_VD.shape)
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
+        others = spec.variant.others
+        if others is not None:
+            other_inv_freq = torch.tensor(others.rope_inv_freq, device=device)
+            self.register_buffer("other_inv_freq", other_inv_freq, persistent=False)
         self.linears = Linears()
         self.is_adapted = False
         self.mask_row: nn.Parameter | None = None
@@ -255,8 +275,11 @@ class DenseTrunk(nn.Module):
     ) -> Tensor:
         """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device."""
         gate_R = is_mask_R if self.is_adapted else None
-        rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=self.embed.dtype)
-        rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears)
+        dtype, others, other = self.embed.dtype, self.spec.variant.others, None
+        rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=dtype)
+        if others is not None:
+            other = make_rope(positions_R, self.other_inv_freq, scaling=others.rope_scaling, dtype=dtype)
+        rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears, other_rope=other, others=others)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
             x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)

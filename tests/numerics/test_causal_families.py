@@ -37,6 +37,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+VARIANTS |= {
+    "smollm3": ("SmolLM3", {**ODD, "no_rope_layers": [1, 0, 1, 1], "attention_bias": True}),
+    "smollm3-interval": ("SmolLM3", {**ODD, "no_rope_layer_interval": 2, "mlp_bias": True}),
+}
 ENUMERABLE = {"vocab_size": harness.VOCAB, "num_hidden_layers": 2}
 """What makes a variant one whose law can be enumerated."""
 
