@@ -178,6 +178,25 @@ SMOLLM3: dict[str, Any] = STOCK | {
     "use_sliding_window": False,
     "vocab_size": 128256,
 }
+GRANITE: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_hidden_layers": 40,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -199,6 +218,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LLaDA-MoE-7B-A1B-Instruct": ("LLaDAMoEModelLM", "llada", LLADA_MOE),
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", "olmo2", OLMO2),
     "SmolLM3-3B": ("SmolLM3ForCausalLM", "smollm3", SMOLLM3),
+    "granite-3.3-8b-instruct": ("GraniteForCausalLM", "granite", GRANITE),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

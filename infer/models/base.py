@@ -53,7 +53,7 @@ class MoeSpec(Routing):
 class OtherLayers:
     """Layers that rotate in another way than the rest of a model."""
 
-    numbers: frozenset[int]
+    numbers: Collection[int]
     """Counted from 0."""
     rope_inv_freq: tuple[float, ...]
     """As in `ModelSpec`; zeros rotate nothing."""
@@ -72,6 +72,13 @@ class Variant:
     """Norms of what both add to the residual."""
     norm_offset: float | None = None
     """Norm weights are fp32, and this more than in the checkpoint; None: they have the model's dtype."""
+    embed_scale: float = 1.0
+    """Factor of embeddings, rounded to the model's dtype."""
+    residual_scale: float = 1.0
+    """Factor of what attention and the feed-forward part add to the residual."""
+    score_scale: float | None = None
+    """Factor of scores of attention; None: head_dim ** -0.5."""
+    logit_divisor: float = 1.0
     others: OtherLayers | None = None
 
 
@@ -106,6 +113,12 @@ class ModelSpec:
     """Number of leading dimensions of a head that rotate; None: all."""
     moe: MoeSpec | None = None
     variant: Variant = USUAL
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        own = self.variant.score_scale
+        return float(self.head_dim**-0.5) if own is None else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

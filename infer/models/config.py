@@ -5,7 +5,7 @@ layout of transformers 5 (`rope_parameters`) and in the older one (`rope_theta` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -120,8 +120,10 @@ def dense_spec(
     rotary_dim: int | None = None,
     moe: MoeSpec | None = None,
     variant: Variant = USUAL,
+    reads: Collection[str] = (),
 ) -> ModelSpec:
-    """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults.
+    """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults,
+    and `reads` names fields of `MUST_BE_NULL` that it reads itself.
     `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
     reader = ConfigReader(config)
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
@@ -133,7 +135,7 @@ def dense_spec(
         reader.problems.append(heads)
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
-    _refuse_unsupported(reader, num_layers)
+    _refuse_unsupported(reader, num_layers, reads)
     max_positions = reader.integer("max_position_embeddings", maximum=math.inf)
     inv_freq, rope_scaling, longest = _rope(
         reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
@@ -163,10 +165,10 @@ def dense_spec(
     return spec
 
 
-def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
+def _refuse_unsupported(reader: ConfigReader, num_layers: int, reads: Collection[str]) -> None:
     reader.allow("hidden_act", "silu", "swish")
     reader.allow("is_causal", True, None)
-    for name in MUST_BE_NULL:
+    for name in {*MUST_BE_NULL} - {*reads}:
         reader.allow(name, None)
     config = reader.config
     layer_types = config.get("layer_types") or []

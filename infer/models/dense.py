@@ -144,6 +144,8 @@ class Layer(nn.Module, ABC):
 
     def _output(self, x_RD: Tensor, norm_D: Tensor | None) -> Tensor:
         """What is added to the residual, of this rank's summand."""
+        if self.spec.variant.residual_scale != 1.0:
+            x_RD = x_RD * self.spec.variant.residual_scale
         if norm_D is None:
             return x_RD
         x_RD = self.shards.sum(x_RD)
@@ -263,6 +265,7 @@ class DenseTrunk(nn.Module):
         if others is not None:
             other_inv_freq = torch.tensor(others.rope_inv_freq, device=device)
             self.register_buffer("other_inv_freq", other_inv_freq, persistent=False)
+        self.embed_scale = float(torch.tensor(spec.variant.embed_scale, dtype=dtype))
         self.linears = Linears()
         self.is_adapted = False
         self.mask_row: nn.Parameter | None = None
@@ -286,16 +289,24 @@ class DenseTrunk(nn.Module):
         return add_and_norm(x_RD, residual_RD, self.final_norm, self.spec, self.shards)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
+        logits_XV = self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
+        divisor = self.spec.variant.logit_divisor
+        return logits_XV if divisor == 1.0 else logits_XV / divisor
 
     @property
     def head_weight(self) -> Tensor | None:
         """The head [V, D] for the kernel that stores no logits. None where it does not apply: on a part of
-        the head, on other devices, and where no bit of a row may depend on how many rows there are."""
+        the head, on other devices, where no bit of a row may depend on how many rows there are,
+        and where logits are divided."""
         is_whole, is_free = self.shards.size == 1, not self.linears.deterministic
+        is_free = is_free and self.spec.variant.logit_divisor == 1.0
         return self.head if is_whole and is_free and has_fused(self.head.device) else None
 
     def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
+        x_RD = self._embeddings(token_ids_R, gate_R)
+        return x_RD if self.embed_scale == 1.0 else x_RD * self.embed_scale
+
+    def _embeddings(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
         # Indexing takes a quarter of the time of F.embedding for the few rows of a decoding step.
         if self.mask_row is None or gate_R is None:
             return self.embed[token_ids_R]

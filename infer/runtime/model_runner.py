@@ -161,7 +161,7 @@ class Runner(PassRunner):
         self._trunk, self._cache, self.pool = model.trunk, cache, pool
         self._attention, self._stack = attention, stack
         self._heads = head_shape(model, cache.keys.dtype)
-        self._scale = model.spec.head_dim**-0.5
+        self._scale = model.spec.score_scale
         logits_bytes = model.spec.vocab_size * model.dtype.itemsize
         self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
 

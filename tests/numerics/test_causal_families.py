@@ -41,6 +41,11 @@ VARIANTS |= {
     "smollm3": ("SmolLM3", {**ODD, "no_rope_layers": [1, 0, 1, 1], "attention_bias": True}),
     "smollm3-interval": ("SmolLM3", {**ODD, "no_rope_layer_interval": 2, "mlp_bias": True}),
 }
+FACTORS = {"embedding_multiplier": 3.3, "residual_multiplier": 0.7, "attention_multiplier": 0.21}
+VARIANTS |= {
+    "granite": ("Granite", {**ODD, **FACTORS, "logits_scaling": 1.9, "tie_word_embeddings": True}),
+    "granite-biased": ("Granite", {**ODD, "attention_bias": True, "mlp_bias": True}),
+}
 ENUMERABLE = {"vocab_size": harness.VOCAB, "num_hidden_layers": 2}
 """What makes a variant one whose law can be enumerated."""
 

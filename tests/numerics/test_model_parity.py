@@ -140,7 +140,7 @@ class PagedSession:
                 max_slots=max(lengths),
             )
         )
-        scale = self.model.spec.head_dim**-0.5
+        scale = self.model.spec.score_scale
 
         ids = torch.tensor([token for chunk in chunks for token in chunk])
         kv = PagedKV(cache=self.cache, slot_mapping_R=physical_R, plan=plan, scale=scale)

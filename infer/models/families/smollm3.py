@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -30,20 +30,20 @@ class SmolLM3(Family):
             mlp_bias=bool(config.get("mlp_bias")),
             default_rope_theta=ROPE_THETA,
         )
-        reader = ConfigReader(config)
-        interval, rotates = reader.integer("no_rope_layer_interval", 4), config.get("no_rope_layers")
-        if rotates is None:
-            rotates = [int((number + 1) % interval != 0) for number in range(spec.num_layers)]
-        if (
-            not isinstance(rotates, list)
-            or len(rotates) < spec.num_layers
-            or any(one not in (0, 1) for one in rotates)
-        ):
-            shown = f"no_rope_layers={rotates!r}"
-            reader.problems.append(
-                f"{shown} (must be a list with a 0 or 1 for each of {spec.num_layers} layers)"
-            )
+        still = _still_layers(config, spec.num_layers)
+        others = OtherLayers(numbers=still, rope_inv_freq=(0.0,) * (spec.head_dim // 2))
+        return replace(spec, variant=Variant(others=others))
+
+
+def _still_layers(config: dict[str, Any], num_layers: int) -> Collection[int]:
+    """Numbers of the layers that do not rotate."""
+    reader, rotates = ConfigReader(config), config.get("no_rope_layers")
+    interval = reader.integer("no_rope_layer_interval", 4)
+    if rotates is None:
         reader.check()
-        still = frozenset(number for number in range(spec.num_layers) if not rotates[number])
-        none = OtherLayers(numbers=still, rope_inv_freq=(0.0,) * (spec.head_dim // 2))
-        return replace(spec, variant=Variant(others=none)) if still else spec
+        return range(interval - 1, num_layers, interval)
+    is_right = isinstance(rotates, list) and all(one in (0, 1) for one in rotates)
+    if not is_right or len(rotates) < num_layers:
+        reader.problems.append(f"no_rope_layers={rotates!r} (must be a list of {num_layers} times 0 or 1)")
+    reader.check()
+    return frozenset(number for number in range(num_layers) if not rotates[number])
