@@ -197,6 +197,32 @@ GRANITE: dict[str, Any] = STOCK | {
     "tie_word_embeddings": True,
     "vocab_size": 49155,
 }
+PHI: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "bos_token_id": 199999,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -219,6 +245,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", "olmo2", OLMO2),
     "SmolLM3-3B": ("SmolLM3ForCausalLM", "smollm3", SMOLLM3),
     "granite-3.3-8b-instruct": ("GraniteForCausalLM", "granite", GRANITE),
+    "Phi-4-mini-instruct": ("Phi3ForCausalLM", "phi3", PHI),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

@@ -12,8 +12,9 @@ from torch import nn
 from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError, some_of
 from idlm.infer.models import weights
-from idlm.infer.models.base import ALONE, TensorNames
-from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
+from idlm.infer.models.base import TensorNames
+from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank
+from idlm.infer.models.targets import WeightTarget, row_orders, row_target, target_of
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -100,6 +101,25 @@ def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None
     trunk.is_adapted = True
 
 
+def _matrices(
+    layer: DenseLayer, fused: str, modules: tuple[str, ...], low: LowRank
+) -> dict[str, tuple[WeightTarget, WeightTarget]]:
+    """Targets of the A and B of each module."""
+    if fused in SUMMED:
+        return {modules[0]: (target_of(low.a[0], layer.shards, 1), target_of(low.b_Er.data))}
+    orders = row_orders(layer.spec, layer.shards, fused, len(modules))
+    if len(modules) < len(low.sizes):
+        # Each part of the one module has its A.
+        rank = low.b_Er.shape[1]
+        a_PrD = low.stacked.data[len(low.b_Er) :].view(len(low.sizes), rank, -1)
+        a = WeightTarget(view=a_PrD, shape=tuple(a_PrD.shape[1:]))
+        return {modules[0]: (a, row_target(low.b_Er.data, orders[0], layer.shards))}
+    return {
+        module: (target_of(a), row_target(b, order, layer.shards))
+        for module, a, b, order in zip(modules, low.a, low.b, orders, strict=True)
+    }
+
+
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
@@ -117,10 +137,9 @@ def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[st
         for fused, (modules, sizes, weight, bias) in layer.projections(names).items():
             low = LowRank(sizes, weight, bias, rank=adapter.spec.rank, scaling=adapter.spec.scaling)
             layer.lora[fused] = low
-            for module, a, b in zip(modules, low.a, low.b, strict=True):
-                if _last(module) in adapter.spec.targets:
+            given = [module for module in modules if _last(module) in adapter.spec.targets]
+            for module, (a, b) in _matrices(layer, fused, modules, low).items():
+                if module in given:
                     path = module.format(number)
-                    is_summed = fused in SUMMED
-                    targets[tensor_name(path, "A")] = target_of(a, trunk.shards if is_summed else ALONE, 1)
-                    targets[tensor_name(path, "B")] = target_of(b, ALONE if is_summed else trunk.shards, 0)
+                    targets |= {tensor_name(path, "A"): a, tensor_name(path, "B"): b}
     return targets

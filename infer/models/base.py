@@ -79,6 +79,8 @@ class Variant:
     score_scale: float | None = None
     """Factor of scores of attention; None: head_dim ** -0.5."""
     logit_divisor: float = 1.0
+    is_interleaved: bool = False
+    """Whether a rotated dimension is paired with the next one, not with the one half of them further."""
     others: OtherLayers | None = None
 
 
@@ -234,7 +236,7 @@ class TensorNames:
     k: str = "model.layers.{}.self_attn.k_proj"
     v: str = "model.layers.{}.self_attn.v_proj"
     qkv: str | None = None
-    """One tensor in place of q, k and v: all query heads, then all key heads, then all value heads."""
+    """One module in place of q, k and v: all query heads, then all key heads, then all value heads."""
     k_scale: str = "model.layers.{}.self_attn.k_scale"
     v_scale: str = "model.layers.{}.self_attn.v_scale"
     o: str = "model.layers.{}.self_attn.o_proj"
@@ -245,6 +247,8 @@ class TensorNames:
     mlp_out_norm: str = "model.layers.{}.post_feedforward_layernorm.weight"
     gate: str = "model.layers.{}.mlp.gate_proj"
     up: str = "model.layers.{}.mlp.up_proj"
+    gate_up: str | None = None
+    """One module in place of gate and up, in this order."""
     down: str = "model.layers.{}.mlp.down_proj"
     router: str = "model.layers.{}.mlp.gate.weight"
     router_bias: str = "model.layers.{}.mlp.gate.expert_bias"

@@ -35,6 +35,8 @@ MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
+LONG_ROPE = "longrope"
+"""Has frequencies for contexts up to the trained length, and others for longer ones."""
 
 
 UNBOUNDED = 1 << 31
@@ -123,7 +125,7 @@ def dense_spec(
     reads: Collection[str] = (),
 ) -> ModelSpec:
     """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults,
-    and `reads` names fields of `MUST_BE_NULL` that it reads itself.
+    and `reads` names fields of `MUST_BE_NULL` that it reads itself, and LONG_ROPE if it may have that.
     `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
     reader = ConfigReader(config)
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
@@ -138,7 +140,7 @@ def dense_spec(
     _refuse_unsupported(reader, num_layers, reads)
     max_positions = reader.integer("max_position_embeddings", maximum=math.inf)
     inv_freq, rope_scaling, longest = _rope(
-        reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
+        reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim, reads
     )
     spec = ModelSpec(
         num_layers=num_layers,
@@ -187,6 +189,20 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int, reads: Collection
         )
 
 
+def rotated_dims(reader: ConfigReader, head_dim: int, default: float) -> int | None:
+    """Rotated dimensions of a head, from `partial_rotary_factor`; None: all."""
+    rope = reader.config.get("rope_parameters") or reader.config.get("rope_scaling")
+    factors = {**reader.config, **(rope if isinstance(rope, dict) else {})}
+    factor: Any = factors.get("partial_rotary_factor")
+    factor = default if factor is None else factor
+    size = int(head_dim * factor) if is_number(factor) and 0 < factor <= 1 else 1
+    if size % 2 or not size:
+        what = f"partial_rotary_factor={factor!r} of head_dim={head_dim}"
+        reader.problems.append(f"{what} (must come to an even number up to head_dim)")
+        return None
+    return None if size == head_dim else size
+
+
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
@@ -197,6 +213,7 @@ def _rope(
     max_positions: int,
     default_theta: float | None,
     rotary_dim: int | None,
+    reads: Collection[str],
 ) -> tuple[tuple[float, ...], float, int]:
     """`rope_inv_freq`, `rope_scaling` and `max_positions` of the spec; nothing and 1 with a problem."""
     config, problems, nothing = reader.config, reader.problems, ((), 1.0, max_positions)
@@ -208,16 +225,18 @@ def _rope(
     parameters: dict[str, Any] = given["rope_scaling"] or given["rope_parameters"] or {}
     kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
-    if found := _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None):
+    rotated = head_dim if rotary_dim is None else rotary_dim
+    if found := _rope_problems(
+        config, parameters, kind, theta, is_partial=rotary_dim is not None, reads=reads
+    ):
         problems += found
         return nothing
     scaling, longest = 1.0, max_positions
     if kind == "default":
-        rotated = head_dim if rotary_dim is None else rotary_dim
         inv_freq = 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     else:
         try:
-            inv_freq, scaling = scaled(config, parameters, kind, theta, head_dim, max_positions)
+            inv_freq, scaling = scaled(config, parameters, kind, theta, rotated, max_positions)
             longest = longest_context(config, parameters, kind, max_positions)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             problems.append(f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}")
@@ -230,7 +249,13 @@ def _rope(
 
 
 def _rope_problems(
-    config: dict[str, Any], parameters: dict[str, Any], kind: Any, theta: Any, *, is_partial: bool
+    config: dict[str, Any],
+    parameters: dict[str, Any],
+    kind: Any,
+    theta: Any,
+    *,
+    is_partial: bool,
+    reads: Collection[str],
 ) -> list[str]:
     problems = []
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -238,6 +263,8 @@ def _rope_problems(
     elif not _is_positive(theta):
         problems.append(f"rope_theta={theta!r} (must be a finite number above 0, here or in rope_parameters)")
     supported = ", ".join(("default", *SCALED_TYPES))
+    if kind == LONG_ROPE and LONG_ROPE in reads:
+        return problems
     if kind in LENGTH_DEPENDENT_TYPES:
         problems.append(
             f"rope_type={kind!r} depends on the sequence length, which would change keys already cached "
@@ -287,6 +314,9 @@ def longest_context(
 ) -> int:
     """The positions of a rotation: YaRN and linear scaling multiply the length of the training by `factor`,
     where other recipes state the longer `max_position_embeddings`."""
+    if kind == LONG_ROPE:
+        # Up to here, rows of all positions have the frequencies of short contexts.
+        return min(max_positions, int(trained_positions(config, parameters, max_positions)))
     factor = parameters.get("factor")
     if kind not in ("linear", "yarn") or not is_number(factor):
         return max_positions
@@ -313,6 +343,7 @@ def scaled(
     view = SimpleNamespace(
         rope_parameters={
             **parameters,
+            "partial_rotary_factor": 1.0,
             "rope_type": kind,
             "rope_theta": theta,
             "original_max_position_embeddings": trained_positions(config, parameters, max_positions),

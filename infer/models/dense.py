@@ -17,7 +17,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from idlm.infer.models.base import ALONE, KVAccess, ModelSpec, OtherLayers, Shards, TensorNames
+from idlm.infer.models.base import (
+    ALONE,
+    KVAccess,
+    ModelSpec,
+    OtherLayers,
+    Shards,
+    TensorNames,
+)
+from idlm.infer.models.targets import WeightTarget, head_order, row_orders, row_target, target_of
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
@@ -30,7 +38,8 @@ SUMMED = ("o", "down")
 MakeWeight = Callable[..., nn.Parameter]
 """`empty_weight` of one device and dtype."""
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
-"""Of a fused projection: its modules in the checkpoint, their output widths, weight and bias."""
+"""Of a fused projection: its modules in the checkpoint, or the one that has all its parts, the output widths
+of its parts, weight and bias."""
 
 
 class LowRank(nn.Module):
@@ -81,8 +90,9 @@ class Layer(nn.Module, ABC):
     def projections(self, names: TensorNames) -> dict[str, Projection]:
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        modules = (names.q, names.k, names.v) if names.qkv is None else (names.qkv,)
         return {
-            "qkv": ((names.q, names.k, names.v), (q_rows, kv_rows, kv_rows), self.qkv, self.qkv_bias),
+            "qkv": (modules, (q_rows, kv_rows, kv_rows), self.qkv, self.qkv_bias),
             "o": ((names.o,), (spec.width,), self.o, self.o_bias),
         }
 
@@ -180,8 +190,9 @@ class DenseLayer(Layer):
 
     def projections(self, names: TensorNames) -> dict[str, Projection]:
         ffn = self.spec.ffn_width
+        modules = (names.gate, names.up) if names.gate_up is None else (names.gate_up,)
         return super().projections(names) | {
-            "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
+            "gate_up": (modules, (ffn, ffn), self.gate_up, self.gate_up_bias),
             "down": ((names.down,), (self.spec.width,), self.down, self.down_bias),
         }
 
@@ -315,17 +326,8 @@ class DenseTrunk(nn.Module):
         return torch.where(gate_R[:, None], self.mask_row, x_RD)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightTarget:
-    """Where a checkpoint tensor of this `shape` is copied to: `part` of it, with rows in `order`, to
-    `view`."""
-
-    view: Tensor
-    shape: tuple[int, ...]
-    part: tuple[slice, ...] = ()
-    order: Tensor | None = None
-    offset: float = 0.0
-    """Added to the tensor in the dtype of `view`."""
+def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
@@ -340,17 +342,18 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
         assert isinstance(layer, Layer)
         norms |= _norm_targets(layer, number, names)
         targets |= layer.further_targets(number, names)
-        for fused, (parts, sizes, weight, bias) in layer.projections(names).items():
-            if fused == "qkv" and names.qkv is not None:
-                targets |= _fused_qkv(layer, names.qkv.format(number))
+        for fused, (modules, sizes, weight, bias) in layer.projections(names).items():
+            stacks = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+            if fused in SUMMED:
+                module = modules[0].format(number)
+                targets[f"{module}.weight"] = target_of(weight, shards, 1)
+                targets |= {} if bias is None else {f"{module}.bias": target_of(bias)}
                 continue
-            axis = 1 if fused in SUMMED else 0
-            for part, view in zip(parts, weight.split(sizes), strict=True):
-                targets[f"{part.format(number)}.weight"] = target_of(view, shards, axis)
-            if bias is not None:
-                whole = ALONE if fused in SUMMED else shards
-                for part, view in zip(parts, bias.split(sizes), strict=True):
-                    targets[f"{part.format(number)}.bias"] = target_of(view, whole)
+            parts = sizes if len(modules) > 1 else (sum(sizes),)
+            orders = row_orders(layer.spec, shards, fused, len(modules))
+            for kind, stack in stacks.items():
+                for module, view, order in zip(modules, stack.split(parts), orders, strict=True):
+                    targets[f"{module.format(number)}.{kind}"] = row_target(view, order, shards)
     offset = spec.variant.norm_offset or 0.0
     return targets | {name: replace(target, offset=offset) for name, target in norms.items()}
 
@@ -367,7 +370,7 @@ def _norm_targets(layer: Layer, number: int, names: TensorNames) -> dict[str, We
     targets = {name.format(number): target_of(norm) for name, norm in rows if norm is not None}
     qk_names, heads = (names.q_norm, names.k_norm), (spec.num_heads, spec.num_kv_heads)
     if layer.qk_norm is not None:
-        order = None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
+        order = head_order(spec)
         for name, view in zip(qk_names, layer.qk_norm.split(heads), strict=True):
             targets[name.format(number)] = WeightTarget(view=view, shape=(spec.head_dim,), order=order)
     if layer.whole_qk_norm is not None:
@@ -375,43 +378,3 @@ def _norm_targets(layer: Layer, number: int, names: TensorNames) -> dict[str, We
         for name, view in zip(qk_names, views, strict=True):
             targets[name.format(number)] = target_of(view, layer.shards)
     return targets
-
-
-def head_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
-    """The checkpoint's dimension at each dimension of a head [H]. Kernels rotate dimension i with i + H/2; a
-    partly rotated head pairs i with i + rotary_dim/2. Queries and keys are reordered so that these pairs are
-    H/2 apart, and the other dimensions rotate by 0. Scores are sums over dimensions and do not change."""
-    half, rest = rotary_dim // 2, (spec.head_dim - rotary_dim) // 2
-    first, second, third, fourth = torch.arange(spec.head_dim).split((half, half, rest, rest))
-    return torch.cat((first, third, second, fourth))
-
-
-def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
-    """Targets of one module with all query heads, all key heads, and all value heads."""
-    spec, size = layer.spec, layer.shards.size
-    kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    rotated, order = sum(kinds[:2]), None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
-    rows_JH = torch.arange(len(layer.qkv) * size).view(-1, spec.head_dim)
-    by_kind = rows_JH.split([heads * size for heads in kinds])
-    rows_JH = torch.cat([rows[layer.shards.part(len(rows))] for rows in by_kind])
-    if order is not None:
-        rows_JH = torch.cat((rows_JH[:rotated, order], rows_JH[rotated:]))
-    order = None if order is None and size == 1 else rows_JH.flatten()
-    both = {f"{module}.weight": layer.qkv, f"{module}.bias": layer.qkv_bias}
-    return {
-        name: WeightTarget(view=view, shape=(len(view) * size, *view.shape[1:]), order=order)
-        for name, view in both.items()
-        if view is not None
-    }
-
-
-def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
-
-def target_of(view: Tensor, shards: Shards = ALONE, axis: int = 0) -> WeightTarget:
-    """The target of a tensor of which `view` is this rank's equal part along `axis`."""
-    shape = list(view.shape)
-    shape[axis] *= shards.size
-    part = (slice(None),) * axis + (shards.part(shape[axis]),)
-    return WeightTarget(view=view, shape=tuple(shape), part=() if shards.size == 1 else part)

@@ -20,7 +20,8 @@ from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL, extended
-from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
+from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.infer.models.targets import WeightTarget
 from idlm.lora import MASK_ROW
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics

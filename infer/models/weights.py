@@ -13,7 +13,7 @@ import torch
 
 from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, tensors_by_name, weight_files
 from idlm.errors import UserError, some_of
-from idlm.infer.models.dense import WeightTarget
+from idlm.infer.models.targets import WeightTarget
 
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
 OTHER_FORMATS = {

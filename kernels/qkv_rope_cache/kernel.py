@@ -67,8 +67,9 @@ def qkv_rope_cache_kernel(
     # Positions and slots do not depend on the projection, so they are read before the wait.
     inv_freq = tl.load(inv_freq_h + o_half, mask=o_half < HALF, other=0.0)
     angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
-    cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
-    sin = _round(tl.sin(angle) * rope_scaling, dtype)[None, :]
+    scaling = tl.where(inv_freq == 0.0, 1.0, rope_scaling)
+    cos = _round(tl.cos(angle) * scaling, dtype)[None, :]
+    sin = _round(tl.sin(angle) * scaling, dtype)[None, :]
     slot = tl.load(slot_mapping_R + row).to(tl.int64)
     if qk_norm_YH is not None:
         p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]

@@ -22,7 +22,8 @@ sum of its norm the same order."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    `scaling` a factor of cos and sin. `tables`: rounded cos and sin [R, 1, h] if no kernel computes them."""
+    0 for dimensions that stay as they are, `scaling` a factor of the other cos and sin. `tables`: rounded cos
+    and sin [R, 1, h] if no kernel computes them."""
 
     positions_R: Tensor
     inv_freq_h: Tensor
@@ -43,7 +44,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, [R, 1, h], rounded to `dtype`."""
     angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
-    return (angles_R1h.cos() * scaling).to(dtype), (angles_R1h.sin() * scaling).to(dtype)
+    scaling_h = torch.where(inv_freq_h == 0, 1.0, scaling)
+    return (angles_R1h.cos() * scaling_h).to(dtype), (angles_R1h.sin() * scaling_h).to(dtype)
 
 
 def qkv_rope_cache(

@@ -46,6 +46,18 @@ VARIANTS |= {
     "granite": ("Granite", {**ODD, **FACTORS, "logits_scaling": 1.9, "tie_word_embeddings": True}),
     "granite-biased": ("Granite", {**ODD, "attention_bias": True, "mlp_bias": True}),
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.1, 1.9],
+    "long_factor": [3.0, 9.0],
+    "partial_rotary_factor": 0.75,
+}
+PHI = {**ODD, "bos_token_id": None, "pad_token_id": None}
+VARIANTS |= {
+    "phi3": ("Phi3", {**PHI, "original_max_position_embeddings": 200, "rope_parameters": LONG_ROPE}),
+    "phi3-plain": ("Phi3", {**PHI, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+}
 ENUMERABLE = {"vocab_size": harness.VOCAB, "num_hidden_layers": 2}
 """What makes a variant one whose law can be enumerated."""
 

@@ -156,6 +156,7 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     slots = slots.to(draw.device)
     positions = torch.randint(0, 40_000, (rows,), generator=draw.generator).to(draw.device)
     inv_freq = (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device)
+    inv_freq[-1] = 0
     scaling = draw.random.choice([1.0, 1.2])
     weights = None if norm_dtype is None else draw.tensor(heads + kv_heads, head_dim).to(norm_dtype)
     options = {"slot_mapping_R": slots, "qk_norm_YH": weights}

@@ -66,7 +66,8 @@ def qkv_rope_cache_reference(
         size_RY1 = qk_RYH.square().mean(dim=-1, keepdim=True)
         qk_RYH = qk_RYH / (size_RY1 + norm_eps).sqrt() * qk_norm_YH.to(dtype)
     angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None].to(dtype)
-    cos, sin = angles_R1h.cos() * rope_scaling, angles_R1h.sin() * rope_scaling
+    scaling_h = torch.where(inv_freq_h == 0, 1.0, rope_scaling).to(dtype)
+    cos, sin = angles_R1h.cos() * scaling_h, angles_R1h.sin() * scaling_h
     low, high = qk_RYH.chunk(2, dim=-1)
     qk_RYH = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
     for row, slot in enumerate(slot_mapping_R.tolist()):
