@@ -223,6 +223,19 @@ PHI: dict[str, Any] = STOCK | {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
+GLM4: dict[str, Any] = STOCK | {
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "vocab_size": 151552,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -246,6 +259,8 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SmolLM3-3B": ("SmolLM3ForCausalLM", "smollm3", SMOLLM3),
     "granite-3.3-8b-instruct": ("GraniteForCausalLM", "granite", GRANITE),
     "Phi-4-mini-instruct": ("Phi3ForCausalLM", "phi3", PHI),
+    "GLM-4-9B-0414": ("Glm4ForCausalLM", "glm4", GLM4),
+    "glm-4-9b-chat-hf": ("GlmForCausalLM", "glm", GLM4 | {"rms_norm_eps": 1.5625e-07}),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

@@ -57,6 +57,8 @@ PHI = {**ODD, "bos_token_id": None, "pad_token_id": None}
 VARIANTS |= {
     "phi3": ("Phi3", {**PHI, "original_max_position_embeddings": 200, "rope_parameters": LONG_ROPE}),
     "phi3-plain": ("Phi3", {**PHI, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "glm4": ("Glm4", {**PHI, "head_dim": 12, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}),
+    "glm": ("Glm", {**PHI, "head_dim": 8, "attention_bias": False}),
 }
 ENUMERABLE = {"vocab_size": harness.VOCAB, "num_hidden_layers": 2}
 """What makes a variant one whose law can be enumerated."""
