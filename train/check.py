@@ -45,7 +45,7 @@ from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
-from idlm.train.objectives.idlm import PHASES
+from idlm.train.objectives.idlm import DRAFT_INPUTS, PHASES
 from idlm.train.unused import objective_has, unused_options
 
 DTYPES = ("float32", "bfloat16")
@@ -155,6 +155,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "train.save": SAVE_MODES,
         "train.schedule": SCHEDULES,
         "train.phase": PHASES,
+        "train.draft_input": DRAFT_INPUTS,
         "train.distill": ("none", *DIVERGENCES),
         "train.device": DEVICES,
         "data.source": tuple(SOURCES.names()),

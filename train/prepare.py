@@ -37,6 +37,7 @@ from idlm.train.model.checks import (
     grow_vocabulary,
     mask_token,
     mask_token_text,
+    noise_range,
     num_padded_rows,
     num_vocabulary_rows,
     prepare_mask_row,
@@ -90,6 +91,16 @@ class Prepared(RunData):
     base_identity: str | None = None
     mask_text: str | None = None
     base: BaseFiles = BaseFiles()
+
+    @property
+    def draft_input(self) -> str:
+        """What mask rows are fed."""
+        noise = self.objective.noise_range
+        return noise_text(noise) if noise else f"mask token id {self.mask_token_id}"
+
+
+def noise_text(noise: tuple[int, ...]) -> str:
+    return f"random ids in [{noise[0]}, {noise[1]}) in place of a mask token"
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
@@ -208,6 +219,8 @@ def prepare_mask(
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None, None
     num_rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
+    if config.train.draft_input == "uniform":
+        return None, None, noise_text(noise_range(tokenizer, num_rows, config.train.noise_range))
     text = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
     if config.adapter is not None:
         mask_token_id, mask_row_D = choose_mask(model, tokenizer, explicit)
@@ -240,17 +253,21 @@ def make_objective(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any, mask_token_id: int | None
 ) -> Objective:
     """Return the objective of a run; `mask_token_id` is None where it places no masks."""
-    generation = model.generation_config
+    generation, loop = model.generation_config, config.train
+    noise: tuple[int, ...] = ()
+    if loop.draft_input == "uniform":
+        noise = noise_range(tokenizer, num_vocabulary_rows(model), loop.noise_range)
     return OBJECTIVES.get(config.objective)(
         mask_token_id=mask_token_id,
         mask_region=config.mask_region,
-        max_stride=max((stage.stride for stage in config.train.stages), default=1),
+        max_stride=max((stage.stride for stage in loop.stages), default=1),
         stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
-        max_padding=config.train.max_padding,
-        max_clean_weight=config.train.max_clean_weight,
-        phase=config.train.phase,
-        distill=config.train.distill,
-        distill_share=config.train.distill_share,
+        max_padding=loop.max_padding,
+        max_clean_weight=loop.max_clean_weight,
+        noise_range=noise,
+        phase=loop.phase,
+        distill=loop.distill,
+        distill_share=loop.distill_share,
     )
 
 

@@ -87,7 +87,7 @@ def report_run(
     facts = {
         **dict(run_facts(config, prepared)),
         "base": config.model.path or "new weights",
-        "mask token id": str(prepared.mask_token_id),
+        "mask rows": prepared.draft_input,
         "time": f"{seconds:.0f} s in this process, {sum(r['seconds'] for r in metrics):.0f} s of training",
         "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
         "last metrics": describe(metrics[-1]) if metrics else "none",

@@ -102,6 +102,17 @@ RULES = (
         "no stage has clean_weight=auto",
     ),
     Rule("train.phase", lambda c: c.objective != "idlm", "only objective=idlm has blocks of masks alone"),
+    Rule("train.draft_input", lambda c: c.objective != "idlm", "only objective=idlm drafts from mask rows"),
+    Rule(
+        "train.noise_range",
+        lambda c: c.train.draft_input == "mask",
+        "train.draft_input=mask feeds one id; give train.draft_input=uniform",
+    ),
+    Rule(
+        "model.mask_token_id",
+        lambda c: c.train.draft_input == "uniform",
+        "train.draft_input=uniform has no mask",
+    ),
     Rule("train.distill_share", lambda c: c.train.distill == "none", "train.distill=none uses labels"),
     Rule("train.decay", lambda c: c.train.schedule != "wsd", "only train.schedule=wsd has such an end"),
     Rule("plan.num_gpus", lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),

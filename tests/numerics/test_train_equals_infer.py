@@ -264,12 +264,13 @@ def test_training_and_engine_compute_the_same_rows(
 def test_training_and_engine_compute_the_same_rows_with_an_adapter(
     checkpoints: dict[str, Path], family: str, strategy: str, stride: int, tmp_path: Path
 ) -> None:
-    """From the training model through an export to the engine; at stride 4 masks have their own embedding,
-    and clean rows are those of the base.
+    """From the training model through an export to the engine; at stride 4 masks have their own embedding, at
+    stride 3 a range of one id gives theirs. Clean rows are those of the base.
     """
     mask_row = stride == 4
+    meaning: dict[str, Any] = {"noise_range": (MASK, MASK + 1)} if stride == 3 else {"mask_token_id": MASK}
     model, base = adapted_model(family, mask_row=mask_row), checkpoints[family]
-    semantics = Semantics(mask_token_id=MASK, stride=stride, gated=True, base_identity=base_identity(base))
+    semantics = Semantics(stride=stride, gated=True, base_identity=base_identity(base), **meaning)
     spec = replace(ADAPTER, base_path=str(base))
     target = tmp_path / "adapter"
     export_adapter(model.state_dict(), None, semantics, spec, target, dtype=None, base=BaseFiles())

@@ -118,7 +118,7 @@ def export(
         if tokenizer is not None:
             write_tokenizer_files(staging, base.tokenizer, tokenizer)
             _warn_of_stock_rules(tokenizer, staging)
-        if semantics.mask_token_id is not None:
+        if semantics.draft_input is not None:
             semantics.save(staging)
         _write_texts(staging, target, base, card)
         _require_bitwise(weights, staging, type(model))

@@ -115,7 +115,7 @@ def _facts(config: TrainConfig, prepared: Prepared, records: Records, stride: in
     loop, curriculum, training = config.train, prepared.curriculum, training_records(records)
     rows = run_facts(config, prepared)
     if stride > 1:
-        rows.append(("stride", f"{stride} tokens per pass at most, mask token id {prepared.mask_token_id}"))
+        rows.append(("stride", f"{stride} tokens per pass at most, {prepared.draft_input}"))
     if training:
         rows.append(("steps", f"{training[-1]['step']:,} of {curriculum.num_steps:,}"))
     optimizer = (

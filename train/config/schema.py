@@ -95,6 +95,13 @@ class LoopConfig:
         "where blocks of masks begin: response (with each response) or random (anew for every visit)",
         "response",
     )
+    draft_input: str = option(
+        "what mask rows are fed: mask (its token) or uniform (random ids, anew for every visit of a sample)",
+        "mask",
+    )
+    noise_range: list[int] = option(
+        "draft_input=uniform: [low, high), the ids that are drawn; empty: all of the tokenizer", []
+    )
     distill: str = option(
         "with a gated adapter: none (labels), kl or overlap (1 - overlap) of the draft to the base", "none"
     )

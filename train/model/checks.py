@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,20 @@ def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -
             fix="add a row to the embedding, or give the mask_token_id of an unused special token",
         )
     return unused[0]
+
+
+def noise_range(tokenizer: Any, num_rows: int, given: Sequence[int]) -> tuple[int, int]:
+    """Return [low, high), the ids in place of masks: `given`, else all of the tokenizer. Raises UserError
+    IDLM-0211 where they are not a range inside the embedding of `num_rows` rows."""
+    ids = tuple(given) or (0, min(num_rows, num_token_ids(tokenizer)))
+    if len(ids) != 2 or not 0 <= ids[0] < ids[1] <= num_rows:
+        raise UserError(
+            "IDLM-0211",
+            f"train.noise_range={[*ids]} is not [low, high] with 0 <= low < high <= {num_rows}, the rows of "
+            "the embedding",
+            fix="give two such ids, or leave it out for all ids of the tokenizer",
+        )
+    return ids
 
 
 def unused_token_ids(tokenizer: Any) -> list[int]:

@@ -99,10 +99,11 @@ class TermRequest:
 class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
-    `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
-    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `max_clean_weight`
-    bounds a balanced s. `phase`, `distill` and `distill_share` are those of `objective=idlm`. `term_names`
-    name the summed losses, in the order of `Terms.sums`."""
+    `mask_token_id` is None where no masks are placed, or random ids of `noise_range` [low, high) in their
+    place; `max_stride` is the largest stride of all stages; `stop_token_ids` end an answer; `max_padding`
+    bounds how many more of them follow it. `max_clean_weight` bounds a balanced s. `phase`, `distill` and
+    `distill_share` are those of `objective=idlm`. `term_names` name the summed losses, in the order of
+    `Terms.sums`."""
 
     places_masks: ClassVar[bool]
     """Whether it needs a mask token."""
@@ -121,6 +122,7 @@ class Objective(ABC):
     stop_token_ids: tuple[int, ...] = ()
     max_padding: int = 0
     max_clean_weight: float | None = None
+    noise_range: tuple[int, ...] = ()
     phase: str = "response"
     distill: str = "none"
     distill_share: float = 1.0

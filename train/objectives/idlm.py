@@ -12,14 +12,15 @@ over all rows of an optimizer step: all ranks and micro-batches.
 
 With a gated adapter, whose clean rows are the base's, -log p in L_mask may give way, wholly or in part
 (`distill_share`), to the divergence of the mask's q from the clean row's p: they predict the same token. With
-`phase=random` blocks of masks start at another offset for every visit of a sample. Neither is in the paper.
+`phase=random` blocks of masks start at another offset for every visit of a sample. With a `noise_range` the
+masks are random ids, others in every visit (arXiv 2609.04010). None of this is in the paper.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective
 from idlm.train.objectives.curriculum import Stage
 
 PHASES = ("response", "random")
+DRAFT_INPUTS = ("mask", "uniform")
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio, which keeps s finite when the clean rows are learnt perfectly."""
 
@@ -53,21 +55,26 @@ class IntrospectiveConsistency(Objective):
         return length + (length - 1 if self.mask_region == "all" else num_targets)
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
-        assert self.mask_token_id is not None
-        phase = 0
-        if self.phase == "random":
-            phase = int(np.random.default_rng([*seed]).integers(stage.stride - 1))
+        random = np.random.default_rng([*seed])
+        phase = int(random.integers(stage.stride - 1)) if self.phase == "random" else 0
         noisy = noisy_rows(
             sample,
             mask_region=self.mask_region,
             stride=stage.stride,
-            mask_token_id=self.mask_token_id,
+            mask_token_id=self.mask_token_id or 0,
             phase=phase,
         )
+        if self.noise_range:
+            noisy = replace(noisy, input_ids=random.integers(*self.noise_range, size=len(noisy)))
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
     def semantics(self, stride: int) -> Semantics:
-        return Semantics(mask_token_id=self.mask_token_id, stride=stride, mask_region=self.mask_region)
+        return Semantics(
+            mask_token_id=self.mask_token_id,
+            noise_range=self.noise_range,
+            stride=stride,
+            mask_region=self.mask_region,
+        )
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         sums_clean = stage.clean_weight != 0.0 or want_overlap

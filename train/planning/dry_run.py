@@ -30,7 +30,7 @@ from idlm.train.data.checks import held_out_text, inspect_data, run_warnings
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
-from idlm.train.model.checks import mask_token, mask_token_text, num_vocabulary_rows
+from idlm.train.model.checks import mask_token, mask_token_text, noise_range, num_vocabulary_rows
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -46,7 +46,14 @@ from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_g
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
-from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
+from idlm.train.prepare import (
+    make_objective,
+    noise_text,
+    prepare_adapter,
+    prepare_data,
+    prepare_model,
+    prepare_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,14 +168,15 @@ def _planned_on(config: TrainConfig) -> torch.device:
 def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings) -> None:
     num_base, num_rows = sum(value.numel() for value in model.parameters()), num_vocabulary_rows(model)
     name = type(model).__name__
-    mask_token_id, mask_row_D = None, None
+    mask_token_id, mask_row_D, is_chosen = None, None, False
     with found.guarding():
         mask_token_id, mask_row_D, lines = mask_choice(config, model, tokenizer)
+        is_chosen = True
         found.add("Model", f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines)
         if mask_token_id is not None:
             require_row(config, mask_token_id, num_rows)
             num_rows = max(num_rows, mask_token_id + 1) if config.adapter is None else num_rows
-    if mask_token_id is None and config.objective != "ar":
+    if not is_chosen:
         return
     with found.guarding():
         check_fit(config, model, tokenizer, _planned_on(config), num_rows=num_rows)
@@ -221,6 +229,8 @@ def mask_choice(
         return None, None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
+    if config.train.draft_input == "uniform":
+        return None, None, [noise_text(noise_range(tokenizer, num_rows, config.train.noise_range))]
     mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
     why = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
     lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows", why]

@@ -131,6 +131,35 @@ def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+def test_random_ids_in_place_of_masks_are_the_same_after_a_stop(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At stride 16, by overlap; the export decodes as its base, and names the range."""
+    changes = {"train.draft_input": "uniform", "train.noise_range": "[1, 60]", "train.distill": "overlap"}
+    changes["train.stages"] = "[{stride: 2, steps: 2}, {stride: 16, steps: 3}]"
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    assert cli.main([*lora_arguments(base, whole, **changes), "dry_run=true"]) == 0
+    assert "random ids in [1, 60) in place of a mask token" in capsys.readouterr().out
+    with ctrl_c_after(3):
+        assert cli.main(lora_arguments(base, output, **changes)) == 130
+    assert cli.main(lora_arguments(base, output, **changes)) == 0
+    assert cli.main(lora_arguments(base, whole, **changes)) == 0
+    assert metrics_of(output) == metrics_of(whole)
+    assert_same_weights(whole / WEIGHTS_FILE, output / WEIGHTS_FILE)
+    semantics = Semantics.load(output)
+    assert (semantics.noise_range, semantics.mask_token_id, semantics.stride) == ((1, 60), None, 16)
+    assert "random ids in [1, 60)" in (output / "README.md").read_text()
+    greedy = SamplingParams(temperature=0, max_tokens=10)
+    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
+    done = Engine.from_pretrained(output, device="cpu").generate(PROMPTS, greedy)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert (
+        cli.main(lora_arguments(base, tmp_path / "far", **changes | {"train.noise_range": "[1, 900]"})) == 2
+    )
+    assert "train.noise_range=[1, 900]" in capsys.readouterr().err
+
+
+@pytest.mark.sweep
 def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: Path) -> None:
     changes = {"train.distill": "kl", "train.distill_share": 0.5, "train.phase": "random"}
     assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 0

@@ -60,7 +60,7 @@ def brute_force(meta: RowMeta) -> np.ndarray:
     return seen
 
 
-@pytest.mark.parametrize("stride", [2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [2, 3, 4, 5, 16])
 @pytest.mark.parametrize("mask_region", ["response", "all"])
 def test_dense_mask_is_the_rule_for_every_length(stride: int, mask_region: str) -> None:
     for length in range(2, 33):
@@ -69,7 +69,7 @@ def test_dense_mask_is_the_rule_for_every_length(stride: int, mask_region: str) 
         assert np.array_equal(dense_mask(meta).numpy(), brute_force(meta)), f"{length=}"
 
 
-@pytest.mark.parametrize("stride", [2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [2, 3, 4, 5, 16])
 def test_packed_documents_never_see_each_other(stride: int) -> None:
     rng = np.random.default_rng(stride)
     for _ in range(8):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from idlm.semantics import Semantics
 from idlm.train.config.schema import EvalConfig
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import (
@@ -44,6 +45,24 @@ def test_the_first_response_token_is_predicted_on_the_masked_path() -> None:
     assert (rows.input_ids == MASK).all()
 
 
+@pytest.mark.parametrize("phase", ["response", "random"])
+def test_random_ids_differ_by_visit_and_change_nothing_else(phase: str) -> None:
+    """They follow from the seed of the visit alone, at stride 16 too."""
+    sample = sample_of([False] * 3 + [True] * 400)
+    stage = Stage(index=0, stride=16, num_steps=1, clean_weight=0.0)
+    settings = {"mask_region": "response", "phase": phase}
+    masked = IntrospectiveConsistency(mask_token_id=MASK, **settings)
+    random = IntrospectiveConsistency(mask_token_id=None, noise_range=(7, 60), **settings)
+    visits = [random.rows(sample, stage, seed).noisy for seed in ((0, 1), (0, 2), (0, 1))]
+    ids = [visit.input_ids for visit in visits]
+    assert np.array_equal(ids[0], ids[2]) and (ids[0] == ids[1]).mean() < 0.1
+    assert set(ids[0]) | set(ids[1]) == set(range(7, 60))
+    expected = masked.rows(sample, stage, (0, 1)).noisy
+    for name in ("positions", "block_starts", "labels"):
+        assert np.array_equal(getattr(visits[0], name), getattr(expected, name))
+    assert random.semantics(16) == Semantics(noise_range=(7, 60), stride=16)
+
+
 def test_blocks_restart_with_every_supervised_run() -> None:
     sample = sample_of([False, False, True, True, True, False, False, True, True, True, True])
     rows = noisy_rows(sample, mask_region="response", stride=4, mask_token_id=MASK)
@@ -53,9 +72,9 @@ def test_blocks_restart_with_every_supervised_run() -> None:
 
 @given(
     st.lists(st.booleans(), min_size=2, max_size=40),
-    st.integers(2, 6),
+    st.integers(2, 16),
     st.sampled_from(["response", "all"]),
-    st.integers(0, 5),
+    st.integers(0, 15),
 )
 @settings(max_examples=200, deadline=None)
 def test_properties_of_the_noisy_half(flags: list[bool], stride: int, region: str, phase: int) -> None:
