@@ -38,6 +38,7 @@ from idlm.train.model.checks import (
     mask_token,
     mask_token_text,
     noise_range,
+    noise_text,
     num_padded_rows,
     num_vocabulary_rows,
     prepare_mask_row,
@@ -97,10 +98,6 @@ class Prepared(RunData):
         """What mask rows are fed."""
         noise = self.objective.noise_range
         return noise_text(noise) if noise else f"mask token id {self.mask_token_id}"
-
-
-def noise_text(noise: tuple[int, ...]) -> str:
-    return f"random ids in [{noise[0]}, {noise[1]}) in place of a mask token"
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:

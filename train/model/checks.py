@@ -115,6 +115,10 @@ def noise_range(tokenizer: Any, num_rows: int, given: Sequence[int]) -> tuple[in
     return ids
 
 
+def noise_text(noise: Sequence[int]) -> str:
+    return f"random ids in [{noise[0]}, {noise[1]}) in place of a mask token"
+
+
 def unused_token_ids(tokenizer: Any) -> list[int]:
     """Return the ids of added tokens that are reserved or of code files by their name, in this order; without
     those that begin, end, pad or separate texts, or that occur in a chat template."""

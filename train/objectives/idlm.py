@@ -65,7 +65,8 @@ class IntrospectiveConsistency(Objective):
             phase=phase,
         )
         if self.noise_range:
-            noisy = replace(noisy, input_ids=random.integers(*self.noise_range, size=len(noisy)))
+            low, high = self.noise_range
+            noisy = replace(noisy, input_ids=random.integers(low, high, size=len(noisy)))
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
     def semantics(self, stride: int) -> Semantics:

@@ -30,7 +30,7 @@ from idlm.train.data.checks import held_out_text, inspect_data, run_warnings
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
-from idlm.train.model.checks import mask_token, mask_token_text, noise_range, num_vocabulary_rows
+from idlm.train.model.checks import mask_token, mask_token_text, noise_range, noise_text, num_vocabulary_rows
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -46,14 +46,7 @@ from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_g
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
-from idlm.train.prepare import (
-    make_objective,
-    noise_text,
-    prepare_adapter,
-    prepare_data,
-    prepare_model,
-    prepare_tokenizer,
-)
+from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

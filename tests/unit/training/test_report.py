@@ -78,7 +78,7 @@ def test_a_report_of_no_samples_asks_for_none(
     stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
     prepared: Any = SimpleNamespace(
         curriculum=Curriculum(stages=(stage,), global_batch=1), model=torch.nn.Linear(1, 1), adapter=None,
-        mask_token_id=3, tokenizer=None, dataset=None, base=BaseFiles(),
+        draft_input="mask token id 3", tokenizer=None, dataset=None, base=BaseFiles(),
     )  # fmt: skip
     prepared.model.generation_config = SimpleNamespace(to_dict=dict)
     config = TrainConfig(output_dir=str(tmp_path), report=ReportConfig(num_samples=num_samples))
