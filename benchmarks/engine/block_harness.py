@@ -91,7 +91,7 @@ class SteadyBlocks(SteadyEngine):
 
     def __init__(self, model: LoadedModel, arm: BlockArm, load: Load, trace: Trace, num_passes: int) -> None:
         self._num_passes = num_passes
-        super().__init__(model, arm, load, None)
+        super().__init__(model, arm, load)
         decoder = self.engine.decoder
         assert isinstance(decoder, BlockDecoder)
         self.unmasking = UnmaskReplay(trace, decoder, self.engine.table)

@@ -1,13 +1,17 @@
 """Decoding on one GPU: AR and ISD against the read-only stream, over concurrency, context and stride.
 
-    python -m benchmarks.decode [mode=quick|full] [contexts=1024,8192,32768] [concurrency=1,2,..,256]
-        [strides=2,3,4,8] [strategies=cold,branch,adaptive] [sampling=T1|greedy|qwen3] [trace=p0.90]
-        [parts=sweep,adapter,deterministic] [rounds=3] [tokens=192] [least=1024] [record=true]
+    python -m benchmarks.decode [mode=quick|full] [loads=1x1024,64x1024,32x8192]
+        [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90]
+        [parts=sweep,deterministic] [rounds=2] [tokens=48] [least=256] [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
-One process measures the read-only stream and stock linears, then runs the whole engine on random weights of
-the true shape, every sequence in mid-answer. One trace, the same in all arms, replaces the verdicts on drafts
-(decoding/replay.py). It needs a GPU.
+One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
+every sequence in mid-answer. A load is so many sequences by the tokens of their contexts, an arm
+STRATEGY/STRIDE; without `arms` those run that can be best (`ARMS`). `adapters`: ranks of a gated adapter on
+MASK rows, 0 for none. Traces, the same in all arms, replace the verdicts on drafts (decoding/replay.py), one
+after the other in the rounds. A pass takes as long whatever it accepts; so its tokens are those that the
+strategy expects at the trace's acceptance, which `tokens_per_forward` compares with the replayed ones. It
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import sys
 import timeit
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,12 +33,11 @@ from benchmarks.engine.decoding.harness import (
     Load,
     Measured,
     SteadyEngine,
-    adapted,
     fits,
     floor_ms,
     memory_of,
 )
-from benchmarks.engine.decoding.replay import Trace, trace_of
+from benchmarks.engine.decoding.replay import trace_of
 from benchmarks.models import free_bytes, weights_of
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import Timer
@@ -50,20 +54,28 @@ CONCURRENCY = (1, 7, 64)
 TOKENS = 512
 STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
-    "mode=full model=qwen3-8b device=cuda dtype=bfloat16 contexts= concurrency= strides= "
-    "strategies= parts= sampling=T1 trace=p0.90 rounds= tokens= least= record=true "
-    "num=200 mismatches= base="
+    "mode=full model=qwen3-8b device=cuda dtype=bfloat16 loads= arms= adapters= parts= "
+    "draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 least=256 record=true num=200 "
+    "mismatches= base="
 )
 MODES = {
     "full": defaults(
-        "contexts=1024,8192,32768 concurrency=1,2,4,8,16,32,64,128,256 strides=2,3,4,8 "
-        "strategies=cold,branch,adaptive parts=sweep,adapter,deterministic rounds=3 tokens=192 least=1024"
+        "loads=1x1024,64x1024,4x1024,16x1024,256x1024,32x8192,64x8192,32x1024,128x1024 adapters=0,128 "
+        "parts=sweep,deterministic"
     ),
-    "quick": defaults(
-        "contexts=1024 concurrency=1,16,64 strides=2,4 strategies=cold,branch parts=sweep rounds=2 "
-        "tokens=128 least=512"
-    ),
+    "quick": defaults("loads=1x1024,16x1024,64x1024 adapters=0 parts=sweep"),
 }
+ARMS = {
+    ("branch_3", 8): (1, 4),
+    ("branch_3", 16): (1, 1),
+    ("branch", 4): (1, 4),
+    ("branch_2", 8): (4, 16),
+    ("alternate", 8): (1, 128),
+    ("alternate", 4): (16, 256),
+    ("alternate", 2): (64, 256),
+    ("cold", 4): (1, 64),
+}
+"""Strategies and strides, and the fewest and the most sequences at which they are measured."""
 
 
 def measure(arguments: list[str]) -> int:
@@ -75,8 +87,9 @@ def measure(arguments: list[str]) -> int:
     options |= {key: value for key, value in MODES[mode].items() if not options[key]}
     parts = chosen(options, "parts", PARTS)
     chosen(options, "sampling", SAMPLING)
-    traces = {stride: trace_of(options["trace"], stride) for stride in numbers(options["strides"])}
-    bench = Bench(**models.opened("decode", options), traces=traces)
+    for name in options["trace"].split(","):
+        trace_of(name, 1)
+    bench = Bench(**models.opened("decode", options))
     for part in parts:
         PARTS[part](bench)
     for problem in bench.problems:
@@ -119,23 +132,23 @@ def _differing(ours: Completion, theirs: Completion) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Bench(models.Bench):
-    """What all parts have; parts append to `problems` and `linears`."""
+    """What all parts have; parts append to `problems`."""
 
-    traces: dict[int, Trace]
     problems: list[str] = field(default_factory=list)
-    linears: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def traces(self) -> list[str]:
+        return self.options["trace"].split(",")
 
     def numbers(self, name: str) -> list[int]:
         return numbers(self.options[name])
 
-    def load(self, concurrency: int, context: int) -> Load:
+    def loads(self) -> Iterator[Load]:
         """The load of a round; few sequences emit more tokens each, so that the trace averages out."""
-        return Load(
-            concurrency=concurrency,
-            context=context,
-            num_tokens=max(self.number("tokens"), self.number("least") // concurrency),
-            sampling=SAMPLING[self.options["sampling"]],
-        )
+        for word in self.options["loads"].split(","):
+            concurrency, context = numbers(word.replace("x", ","))
+            num_tokens = max(self.number("tokens"), self.number("least") // concurrency)
+            yield Load(concurrency, context, num_tokens, SAMPLING[self.options["sampling"]])
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
         self.report.add({**case, "sampling": self.options["sampling"]}, metric, value, unit, **more)
@@ -162,38 +175,55 @@ def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows:
 
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
-ADAPTER_RANK = 128
-ADAPTED = (1, 2, 4, 8, 16, 64)
-"""Numbers of sequences at which an adapter is measured; its share of a step shrinks beyond these."""
-BRANCH_ROWS = 512
-"""Branch passes of more rows are not measured: they are bound by arithmetic long before."""
-PUBLISHED_STRIDE = 4
+PUBLISHED = Arm(name="cold/4", strategy="cold", stride=4)
+SHARE_TOGETHER = 0.7
+"""Of the free memory: what engines that run in turn may take."""
 
 
-def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = True) -> dict[str, Measured]:
-    """Measure all arms that fit and run, with rounds in turn for arms that fit in memory together.
-    `has_rows`: record their step times as result rows.
+def measure_arms(bench: Bench, arms: list[Arm], load: Load, beside: Arm | None = None) -> list[Measured]:
+    """Measure all arms that fit and run, with rounds in turn for those that fit in memory together, and
+    with the arm `beside`, which each of them then names.
     """
-    found: dict[str, Measured] = {}
+    found: list[Measured] = []
     waiting = [arm for arm in arms if fits(bench.model, arm, load)]
+    if len(waiting) < len(arms):
+        print(f"{len(arms) - len(waiting)} arms do not fit at {load.concurrency}x{load.context}", flush=True)
+    others, first = [] if beside is None else [beside], None
+    if waiting and others and not _fit_together(bench, [waiting[0], *others], load):
+        first, others = next(iter(measure_arms(bench, others, load)), None), []
     while waiting:
-        together, needed, free = [waiting.pop(0)], 0.0, free_bytes(bench.model)
-        while waiting and (needed := needed + memory_of(bench.model, waiting[0], load)) < free / 2:
+        together = [*others, waiting.pop(0)]
+        while waiting and _fit_together(bench, [*together, waiting[0]], load):
             together.append(waiting.pop(0))
-        found |= _in_turns(bench, together, load)
+        group = _in_turns(bench, together, load)
         # After the function that held the engines: their caches would leave the next ones no memory.
         free_cached_memory()
-    for measured in found.values():
-        _note(bench, measured, has_rows=has_rows)
+        if others:
+            first = group.pop(0) if group and group[0].arm is beside else None
+        for measured in group:
+            measured.beside = first
+        found += group
+    for measured in found:
+        print(
+            f"{measured.arm.name:24s} C={load.concurrency:<4d} {load.context:>6d} "
+            f"{measured.step_ms():8.3f} ms/step, TPF {measured.tokens_per_forward():.3f}",
+            flush=True,
+        )
     return found
 
 
-def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> dict[str, Measured]:
+def _fit_together(bench: Bench, arms: list[Arm], load: Load) -> bool:
+    needed = sum(memory_of(bench.model, arm, load) for arm in arms)
+    return needed < SHARE_TOGETHER * free_bytes(bench.model)
+
+
+def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> list[Measured]:
     """Run rounds of all arms in turn, with all their engines in memory. Arms that fail are left out."""
     engines: list[tuple[SteadyEngine, Measured]] = []
     for arm in arms:
+        traces = [trace_of(name, arm.stride) for name in bench.traces]
         try:
-            steady = SteadyEngine(bench.model, arm, load, bench.traces.get(arm.stride))
+            steady = SteadyEngine(bench.model, arm, load, *traces)
         except RuntimeError:
             _fail(bench, arm, load)
             continue
@@ -206,7 +236,7 @@ def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> dict[str, Measured]:
             except RuntimeError:
                 _fail(bench, steady.arm, load)
                 engines.remove((steady, measured))
-    return {measured.arm.name: measured for _, measured in engines if measured.passes}
+    return [measured for _, measured in engines if measured.passes]
 
 
 def _fail(bench: Bench, arm: Arm, load: Load) -> None:
@@ -215,122 +245,74 @@ def _fail(bench: Bench, arm: Arm, load: Load) -> None:
     print(f"FAILED {where}\n{traceback.format_exc()}", flush=True)
 
 
-def _note(bench: Bench, measured: Measured, *, has_rows: bool) -> None:
-    """Print the measurement; `has_rows`: record the step time with its floors."""
-    arm, load, step = measured.arm, measured.load, measured.step_ms()
-    print(
-        f"{arm.name:24s} C={load.concurrency:<4d} {load.context:>6d} {step:8.3f} ms/step, "
-        f"{measured.tokens_per_second():9.1f} tok/s, TPF {measured.tokens_per_forward():.3f}",
-        flush=True,
-    )
-    if not has_rows:
-        return
-    num_rows = load.concurrency * measured.width
-    if num_rows not in bench.linears:
-        bench.linears[num_rows] = linears_ms(bench.model, num_rows, rounds=bench.number("rounds"))
-    case = {"decoder": arm.decoder, "strategy": arm.shown_strategy, "stride": arm.stride}
-    case |= {"batch": load.concurrency, "context": load.context}
-    floor = floor_ms(bench.model, load, bench.rates.stream)
-    bench.add(case, "step_ms", step, "ms", baseline=bench.linears[num_rows], floor=floor)
-
-
 def sweep(bench: Bench) -> None:
-    """Measure AR and every stride and strategy at every concurrency and context."""
-    for context in bench.numbers("contexts"):
-        for concurrency in bench.numbers("concurrency"):
-            load = bench.load(concurrency, context)
-            found = measure_arms(bench, [AR, *_isd_arms(bench, concurrency)], load)
-            ar = found.pop("ar", None)
-            for measured in found.values():
-                if ar is not None:
-                    _over_ar(bench, measured, ar)
-                _over_formula(bench, measured)
-            for stride in bench.numbers("strides"):
-                cold, branch = (found.get(f"{name} {stride}") for name in ("cold", "branch"))
-                if cold and branch:
-                    case = {"concurrency": concurrency, "context": context, "stride": stride}
-                    ratio = branch.tokens_per_second() / cold.tokens_per_second()
-                    bench.add(case, "branch_over_cold", ratio, "x")
-                    bench.add(case, "branch_step_over_cold_step", branch.step_ms() / cold.step_ms(), "x")
+    """Measure AR and the arms, plain and with adapters, at every load."""
+    for load in bench.loads():
+        found = measure_arms(bench, _isd_arms(bench, load.concurrency), load, AR)
+        beside = [measured.beside for measured in found if measured.beside is not None]
+        for measured in [*beside[:1], *found]:
+            _note(bench, measured)
+        plain = {measured.arm.name: measured for measured in found if not measured.arm.adapter}
+        for measured in found:
+            same = plain.get(measured.arm.name.partition(" ")[0])
+            if measured.arm.adapter and same is not None:
+                ratio = measured.step_ms() / same.step_ms()
+                bench.add(_case(bench, measured), "adapter_over_plain_step", ratio, "x")
 
 
 def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
+    words = (word.split("/") for word in bench.options["arms"].split(",") if word)
+    given = [(strategy, int(stride)) for strategy, stride in words]
+    known = [key for key, (least, most) in ARMS.items() if least <= concurrency <= most]
     arms = []
-    for strategy in bench.options["strategies"].split(","):
-        if strategy == "adaptive":
-            stride = max(bench.numbers("strides"))
-            arms.append(Arm(name="adaptive", strategy="cold", stride=stride, adaptive=True))
-            continue
-        for stride in bench.numbers("strides"):
-            if strategy != "branch" or concurrency * stride * stride <= BRANCH_ROWS:
-                arms.append(Arm(name=f"{strategy} {stride}", strategy=strategy, stride=stride))
+    for strategy, stride in given or known:
+        name, adaptive = f"{strategy}/{stride}", strategy == "adaptive"
+        arm = Arm(name=name, strategy="cold" if adaptive else strategy, stride=stride, adaptive=adaptive)
+        for rank in bench.numbers("adapters"):
+            arms.append(replace(arm, name=f"{name} rank {rank}", adapter=rank) if rank else arm)
     return arms
 
 
-def _over_ar(bench: Bench, measured: Measured, ar: Measured) -> None:
+def _case(bench: Bench, measured: Measured) -> dict[str, Any]:
     arm, load = measured.arm, measured.load
-    case = {
-        "concurrency": load.concurrency,
-        "context": load.context,
-        "strategy": arm.shown_strategy,
-        "stride": arm.stride,
-        "trace": bench.traces[arm.stride].name,
-    }
-    ratio = measured.tokens_per_second() / ar.tokens_per_second()
-    bench.add(case, "isd_over_ar", ratio, "x")
-    bench.add(case, "isd_step_over_ar_step", measured.step_ms() / ar.step_ms(), "x")
+    case = {"concurrency": load.concurrency, "context": load.context}
+    case |= {"strategy": arm.shown_strategy, "stride": arm.stride}
+    return case | {"adapter": arm.adapter, "draft_input": bench.options["draft_input"]}
 
 
-def _over_formula(bench: Bench, measured: Measured) -> None:
-    """Compare tokens per forward with what the strategy expects at the trace's acceptance."""
-    arm = measured.arm
-    if arm.adaptive:
+def _note(bench: Bench, measured: Measured) -> None:
+    """Record the step, with its floor, and what it is beside AR's with the tokens of every trace."""
+    arm, load, ar, case = measured.arm, measured.load, measured.beside, _case(bench, measured)
+    floor = floor_ms(bench.model, load, bench.rates.stream)
+    bench.add({"decoder": arm.decoder, **case}, "step_ms", measured.step_ms(), "ms", floor=floor)
+    if ar is None:
         return
-    predicted = strategy_of(arm.strategy).tokens_per_forward(bench.traces[arm.stride].acceptance())
-    case = {"strategy": arm.strategy, "stride": arm.stride, "concurrency": measured.load.concurrency}
-    bench.add(case, "tokens_per_forward", measured.tokens_per_forward(), "tokens", baseline=predicted)
-
-
-def _published(bench: Bench) -> Arm:
-    stride = max(stride for stride in bench.numbers("strides") if stride <= PUBLISHED_STRIDE)
-    return Arm(name=f"cold {stride}", strategy="cold", stride=stride)
-
-
-def adapter(bench: Bench) -> None:
-    """Compare the step of R-ISD (a gated adapter on MASK rows) with that of ISD."""
-    arm = _published(bench)
-    few = set(ADAPTED) & set(bench.numbers("concurrency"))
-    for concurrency in sorted({min(bench.numbers("concurrency")), *few}):
-        load = bench.load(concurrency, bench.numbers("contexts")[0])
-        plain = _step_ms(bench, arm, load)
-        with adapted(bench.model, ADAPTER_RANK):
-            gated = _step_ms(bench, replace(arm, name=f"gated {arm.name}"), load)
-        if plain and gated:
-            case = {"concurrency": concurrency, "context": load.context, "stride": arm.stride}
-            bench.add(case | {"rank": ADAPTER_RANK}, "risd_over_isd_step", gated / plain, "x")
+    ratio = measured.step_ms() / ar.step_ms()
+    bench.add(case, "isd_step_over_ar_step", ratio, "x")
+    for index, name in enumerate(bench.traces):
+        emitted = measured.tokens_per_forward(slice(index, None, len(bench.traces)))
+        if not arm.adaptive:
+            chances = [trace_of(name, arm.stride).probability] * (arm.stride - 1)
+            replayed, emitted = emitted, strategy_of(arm.strategy).tokens_per_forward(chances)
+            bench.add(case | {"trace": name}, "tokens_per_forward", replayed, "tokens", baseline=emitted)
+        bench.add(case | {"trace": name}, "isd_over_ar", emitted / ratio, "x")
 
 
 def deterministic(bench: Bench) -> None:
     """Compare steps of deterministic mode (a row's bits do not depend on its batch) with normal ones."""
-    listed = bench.numbers("concurrency")
-    for concurrency in sorted({listed[0], *({64} & set(listed))}):
-        load = bench.load(concurrency, bench.numbers("contexts")[0])
-        for arm in (AR, _published(bench)):
+    for load in bench.loads():
+        for arm in (AR, PUBLISHED):
             # One after the other: both share a trunk, which is switched to deterministic mode in between.
-            plain = _step_ms(bench, arm, load)
-            fixed = _step_ms(bench, replace(arm, name=f"deterministic {arm.name}", deterministic=True), load)
-            if plain and fixed:
-                case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
+            modes = (arm, replace(arm, name=f"deterministic {arm.name}", deterministic=True))
+            found = [measured for mode in modes for measured in measure_arms(bench, [mode], load)]
+            if len(found) == len(modes):
+                plain, fixed = (measured.step_ms() for measured in found)
+                case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": load.concurrency}
+                case |= {"context": load.context}
                 bench.add(case, "deterministic_over_plain_step", fixed / plain, "x")
 
 
-def _step_ms(bench: Bench, arm: Arm, load: Load) -> float | None:
-    """Step time of one arm alone; None if it does not fit or fails."""
-    found = measure_arms(bench, [arm], load, has_rows=False)
-    return found[arm.name].step_ms() if found else None
-
-
-PARTS = {"sweep": sweep, "adapter": adapter, "deterministic": deterministic}
+PARTS = {"sweep": sweep, "deterministic": deterministic}
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ class SteadyTrace(SteadyBlocks):
         self._num_settling = min(tokens, maximum) if settles else 0
         load = replace(load, context=load.context - self._num_settling)
         self._num_missed = 0
-        SteadyEngine.__init__(self, model, arm, load, None)
+        SteadyEngine.__init__(self, model, arm, load)
 
     @property
     def warm_up_tokens(self) -> int:

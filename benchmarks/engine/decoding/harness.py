@@ -7,6 +7,7 @@ sequence differs: its context counts as computed, and the KV there is random.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from idlm.devices import free_cached_memory
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import TensorNames
-from idlm.infer.models.dense import DenseLayer, LowRank
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
@@ -41,36 +42,47 @@ SAMPLING = {
 }
 
 
-@contextlib.contextmanager
-def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
-    """Add a gated LoRA with random A and B to all projections of the model inside this context."""
-    for layer in model.trunk.layers:
+@functools.lru_cache(maxsize=1)
+def _low_ranks(trunk: DenseTrunk, rank: int) -> list[torch.nn.ModuleDict]:
+    """Random A and B of all projections, by layer. Graphs of several engines read the same ones."""
+    found = []
+    for layer in trunk.layers:
         assert isinstance(layer, DenseLayer)
-        layer.lora = torch.nn.ModuleDict()
+        made = torch.nn.ModuleDict()
         for name, (_, sizes, weight, bias) in layer.projections(TensorNames()).items():
-            low = LowRank(sizes, weight, bias, rank=rank, scaling=2.0)
+            made[name] = low = LowRank(sizes, weight, bias, rank=rank, scaling=2.0)
             for matrix in (*low.a, *low.b):
                 matrix.normal_(std=matrix.shape[-1] ** -0.5 / 4)
-            layer.lora[name] = low
-    model.trunk.is_adapted = True
+        found.append(made)
+    return found
+
+
+@contextlib.contextmanager
+def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
+    """Put a gated LoRA with random A and B on all projections of the model inside this context."""
+    low_ranks = _low_ranks(model.trunk, rank) if rank else [None] * len(model.trunk.layers)
+    for number, layer in enumerate(model.trunk.layers):
+        layer.lora = low_ranks[number]
+    model.trunk.is_adapted = rank > 0
     try:
         yield
     finally:
-        model.trunk.is_adapted = False
-        for layer in model.trunk.layers:
-            assert isinstance(layer, DenseLayer)
-            layer.lora = None
+        if rank:
+            with adapted(model, 0):
+                pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to decode; `graphs`, `num_inflight_steps`, `deterministic` and `warmup` are engine settings."""
+    """One way to decode; `graphs`, `num_inflight_steps`, `deterministic` and `warmup` are engine settings.
+    `adapter`: the rank of a gated adapter, 0 for none."""
 
     name: str
     decoder: str = "isd"
     strategy: str = "branch"
     stride: int = 4
     adaptive: bool = False
+    adapter: int = 0
     graphs: bool = True
     num_inflight_steps: int = NUM_INFLIGHT_STEPS
     deterministic: bool = False
@@ -94,7 +106,7 @@ class Arm:
         return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Load:
     """`concurrency` sequences with `context` computed tokens each, that emit `num_tokens` each in a round."""
 
@@ -106,11 +118,13 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Rounds of one arm under one load; seconds, tokens of all sequences and passes of each round."""
+    """Rounds of one arm under one load; seconds, tokens of all sequences and passes of each round. `beside`:
+    those of another arm in turn with them."""
 
     arm: Arm
     load: Load
     width: int
+    beside: Measured | None = None
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
@@ -128,29 +142,30 @@ class Measured:
         """Tokens of a mean pass in the time of a median one, so that the trace averages out."""
         return 1e3 * self.tokens_per_forward() * self.load.concurrency / self.step_ms()
 
-    def tokens_per_forward(self) -> float:
-        return sum(self.tokens) / sum(self.passes) / self.load.concurrency
+    def tokens_per_forward(self, rounds: slice = slice(None)) -> float:
+        return sum(self.tokens[rounds]) / sum(self.passes[rounds]) / self.load.concurrency
 
 
 class SteadyEngine:
-    """An engine whose `Load` can be started repeatedly; its CUDA graphs stay."""
+    """An engine whose `Load` can be started repeatedly; its CUDA graphs stay. `traces`: what the rounds
+    replay, one after the other."""
 
-    def __init__(self, model: LoadedModel, arm: Arm, load: Load, trace: Trace | None) -> None:
-        self.arm, self.load, self._model = arm, load, model
+    def __init__(self, model: LoadedModel, arm: Arm, load: Load, *traces: Trace) -> None:
+        self.arm, self.load, self._model, self._traces = arm, load, model, traces
         with self.toggled():
             self.engine = Engine(_parts(model, arm, load, self._max_length()))
         runner: Any = self.engine._parts.runner
         for name in ("keys", "values"):
             getattr(runner._cache, name).normal_()
         self.replay = None
-        if trace is not None and arm.decoder != "ar":
-            self.replay = Replay(trace, load.concurrency + 1, self.engine.table.device)
+        if traces and arm.decoder != "ar":
+            self.replay = Replay(traces[0], load.concurrency + 1, self.engine.table.device)
         rng = torch.Generator().manual_seed(load.concurrency)
         self._prompts = [
             torch.randint(0, model.spec.vocab_size - 1, (length,), generator=rng).tolist()
             for length in self._lengths()
         ]
-        self._num_rounds = 0
+        self._num_rounds = self._num_measured = 0
 
     def _lengths(self) -> list[int]:
         return [self.load.context + 1] * self.load.concurrency
@@ -178,6 +193,7 @@ class SteadyEngine:
                 if self.num_captured() == captured:
                     break
             into.add(*found)
+            self._num_measured += 1
 
     def timed(self, run: Callable[[], int]) -> tuple[float, int, int]:
         """Seconds, tokens and passes of `run`, which returns tokens, between two empty queues of passes."""
@@ -195,7 +211,8 @@ class SteadyEngine:
             self.run_passes(SETTLING_PASSES)
             self.abort_all()
         if self.replay is not None:
-            self.replay.restart(self._num_rounds - self.arm.adaptive)
+            trace = self._traces[self._num_measured % len(self._traces)]
+            self.replay.restart(self._num_rounds - self.arm.adaptive, trace)
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         self.drain()
@@ -239,8 +256,9 @@ class SteadyEngine:
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
-        """Further changes of an arm while its engine is built and runs; here none."""
-        yield
+        """Changes of an arm while its engine is built and runs: graphs keep what they were captured with."""
+        with adapted(self._model, self.arm.adapter) if self.arm.adapter else contextlib.nullcontext():
+            yield
 
 
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineParts:

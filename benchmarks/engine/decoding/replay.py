@@ -13,6 +13,7 @@ A = J + 1, S tests of the trace, Y layouts.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,10 +38,11 @@ class Replay:
     def __init__(self, trace: Trace, num_lanes: int, device: torch.device) -> None:
         self.accepted_S = torch.tensor(trace.accepted, dtype=torch.int64, device=device)
         self.num_tests_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
-        self.restart(0)
+        self.restart(0, trace)
 
-    def restart(self, number: int) -> None:
-        """Go to the positions of the trace at which every round of this number begins."""
+    def restart(self, number: int, trace: Trace) -> None:
+        """Replay `trace` from the positions at which every round of this number begins."""
+        self.accepted_S.copy_(torch.tensor(trace.accepted))
         lanes_Z = torch.arange(len(self.num_tests_Z), device=self.num_tests_Z.device)
         self.num_tests_Z.copy_(STEP_BETWEEN_LANES * (lanes_Z + number * len(lanes_Z)))
 
@@ -107,11 +109,12 @@ DRAWN_TESTS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """`accepted[i]` of `num_drafts` drafts passed in test i."""
+    """`accepted[i]` of `num_drafts` drafts passed in test i. `probability`: of a drawn one, of each draft."""
 
     name: str
     num_drafts: int
     accepted: tuple[int, ...]
+    probability: float = math.nan
 
     @property
     def mean(self) -> float:
@@ -142,4 +145,5 @@ def drawn(probability: float, num_drafts: int) -> Trace:
         while count < num_drafts and rng.random() < probability:
             count += 1
         accepted.append(count)
-    return Trace(name=f"p{probability:.2f}", num_drafts=num_drafts, accepted=tuple(accepted))
+    name = f"p{probability:.2f}"
+    return Trace(name=name, num_drafts=num_drafts, accepted=tuple(accepted), probability=probability)

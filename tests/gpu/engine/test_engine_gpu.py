@@ -111,7 +111,7 @@ def test_an_adapter_leaves_a_model_of_true_width_its_bits(
 def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
     """Answers to random prompts of different lengths."""
     load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
-    engine = SteadyEngine(model, arm, load, None).engine
+    engine = SteadyEngine(model, arm, load).engine
     params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
     rng, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
     for number in range(concurrency):
