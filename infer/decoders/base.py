@@ -31,10 +31,13 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrideMode:
-    """One way to lay out a pass: at most `stride` tokens for every sequence, by a strategy of the decoder."""
+    """One way to lay out a pass: at most `stride` tokens for every sequence, by a strategy of the decoder.
+    `narrow`: the layout of the half of the sequences that has accepted the fewest drafts of late, with fewer
+    rows; None: all sequences have the same."""
 
     stride: int
     strategy: str
+    narrow: StrideMode | None = None
 
 
 class Decoder(ABC):
@@ -73,7 +76,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def num_rows(self, mode: int, max_length: int) -> int:
-        """Number of decoding rows of a sequence of at most `max_length` tokens: constant, or a canvas."""
+        """Number of decoding rows of a sequence of at most `max_length` tokens: constant, or a canvas; their
+        mean, rounded up, if halves of the sequences differ."""
 
     def num_canvases(self, params: SamplingParams) -> int:
         """Copies of a request's tokens that a pass feeds, each of `num_rows` rows in slots of its own."""
@@ -222,8 +226,10 @@ def plan_rows(
     mask_token_id: int | Noise,
     draft_buffer_Z: Tensor | None = None,
     drafts_ZJ: Tensor | None = None,
+    is_packed: bool = False,
 ) -> StepPlan:
-    """Lay out known tokens up to the pending one, then drafts and masks of the layout.
+    """Lay out known tokens up to the pending one, then drafts and masks of the layout. If `is_packed` and no
+    sequence feeds a prompt, logits are computed of the rows alone: sequences have different numbers of them.
 
     There is no prefill branch: masks follow a prompt if `samples_B`, never because of a row count. A
     sequence of full length feeds its pending token again and decodes nothing."""
@@ -237,14 +243,19 @@ def plan_rows(
         num_rows=batch.num_rows,
         mask_token_id=mask_token_id,
     )
-    columns = row_columns(packed)
+    columns, logit_rows_X = row_columns(packed), packed.logit_rows_X
+    first_logit_B, logit_lanes_X = torch.arange(len(lanes_B), device=table.device) * width, None
+    if is_packed and batch.max_feed == 1 and batch.decides:
+        logit_rows_X = torch.arange(len(packed.token_ids_R), device=table.device)
+        first_logit_B, logit_lanes_X = packed.cu_rows_B1[:-1], lanes_B[packed.sequence_R]
     if width == 1:
         columns["is_mask_R"] = None
     return StepPlan(
         lanes_B=lanes_B,
         **columns,
-        logit_rows_X=packed.logit_rows_X,
-        first_logit_B=torch.arange(len(lanes_B), device=table.device) * width,
+        logit_rows_X=logit_rows_X,
+        first_logit_B=first_logit_B,
+        logit_lanes_X=logit_lanes_X,
         num_feed_B=batch.num_feed_B,
         samples_B=packed.samples_B,
         advances_B=packed.advances_B,

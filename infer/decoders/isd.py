@@ -31,6 +31,13 @@ ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
 """Strides below the decoder's own at which `alternate` and `branch_2` are modes of `adaptive`."""
 MAX_BRANCH_STRIDE = 4
 """Beyond it `branch_3` is a mode instead of `branch`, whose last groups cost more than they gain."""
+MIN_HALVED_STRIDE = 4
+"""From this stride on `adaptive` has modes in which the half of the sequences that accepts less feeds fewer
+rows."""
+SCORE_RATE = 1 / 24
+"""Weight of a pass's first draft in the score of its sequence."""
+TIE = 1e-6
+"""What puts equal scores in an order."""
 NUM_CANDIDATES = 16
 """Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none
 of them fits in 3 % of the cases."""
@@ -71,15 +78,24 @@ class IsdDecoder(Decoder):
         self.exactness = "exact" if config.acceptance == "exact" else "lossy"
         self._mask_token_id, self._noise_range = semantics.mask_token_id or 0, semantics.noise_range
         self.modes = self._choices(config)
+        self._has_halves = any(mode.narrow is not None for mode in self.modes)
         self._layouts = [
-            layouts(layout.strategy, num_masks=layout.stride - 1, max_drafts=self.num_masks)
-            for layout in self.modes
+            [
+                layouts(half.strategy, num_masks=half.stride - 1, max_drafts=self.num_masks)
+                for half in (mode, mode.narrow)
+                if half is not None
+            ]
+            for mode in self.modes
         ]
         self._drafts_again = [
-            any(buffer.from_verify_rows for layout in mode_layouts for buffer in layout.next_buffers)
-            for mode_layouts in self._layouts
+            any(buffer.from_verify_rows for half in halves for one in half for buffer in one.next_buffers)
+            for halves in self._layouts
         ]
-        self._widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
+        # Of an odd number of sequences the smaller half is wide.
+        self._widths = tuple(
+            -(-sum(max(layout.width for layout in half) for half in halves) // len(halves))
+            for halves in self._layouts
+        )
 
     def num_rows(self, mode: int, max_length: int) -> int:
         return self._widths[mode]
@@ -94,13 +110,20 @@ class IsdDecoder(Decoder):
         if not config.adaptive:
             return (StrideMode(stride=self.stride, strategy=config.rejection_strategy),)
         last, widest = self.stride, "branch" if self.stride <= MAX_BRANCH_STRIDE else "branch_3"
+        pair = StrideMode(stride=2, strategy="alternate")
+        triple = StrideMode(stride=3, strategy="branch_2") if last > MAX_BRANCH_STRIDE else pair
+        halved = [(last, "alternate", pair), (last, "branch_2", triple)] * (last >= MIN_HALVED_STRIDE)
         modes = [
-            (1, "cold"),
-            *((stride, "alternate") for stride in (*ALTERNATE_STRIDES, last) if 1 < stride <= last),
-            *((stride, "branch_2") for stride in (*PARTIAL_STRIDES, last) if 2 < stride <= last),
-            *((last, name) for name in (config.rejection_strategy, widest) if last > 1),
+            (1, "cold", None),
+            *((stride, "alternate", None) for stride in (*ALTERNATE_STRIDES, last) if 1 < stride <= last),
+            *((stride, "branch_2", None) for stride in (*PARTIAL_STRIDES, last) if 2 < stride <= last),
+            *halved,
+            *((last, name, None) for name in (config.rejection_strategy, widest) if last > 1),
         ]
-        return tuple(StrideMode(stride=stride, strategy=name) for stride, name in dict.fromkeys(modes))
+        return tuple(
+            StrideMode(stride=stride, strategy=name, narrow=narrow)
+            for stride, name, narrow in dict.fromkeys(modes)
+        )
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:
         check_causal(semantics, self.name)
@@ -133,24 +156,43 @@ class IsdDecoder(Decoder):
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Per lane: drafts and the distributions they were drawn from, (stride - 1) * vocab_size numbers."""
-        self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
+        self._stacked = [DraftLayout(wide, device, *narrow) for wide, *narrow in self._layouts]
         self.draft_buffer_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
+        # The buffer of each lane and its half, and how often the first of its drafts was accepted of late.
+        self._layout_Z = torch.zeros_like(self.draft_buffer_Z)
+        self.score_Z = torch.ones(num_lanes, device=device)
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         fill_lanes(lanes, 0, self.draft_buffer_Z)
+        fill_lanes(lanes, 1, self.score_Z)
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of the layout."""
+        is_halved = self.modes[batch.mode].narrow is not None
+        if is_halved:
+            self._halve(batch)
         return plan_rows(
             table,
             batch,
             layout=self._stacked[batch.mode],
             mask_token_id=table.noise(*self._noise_range) if self._noise_range else self._mask_token_id,
-            draft_buffer_Z=self.draft_buffer_Z,
+            draft_buffer_Z=self._layout_Z if is_halved else self.draft_buffer_Z,
             drafts_ZJ=self.drafts_ZJ,
+            is_packed=is_halved,
         )
+
+    def _halve(self, batch: Batch) -> None:
+        """Give the half of the sequences with the lower scores the narrow layout. Scores know the tests of
+        earlier passes alone, never the drafts that this one tests."""
+        lanes_B, num_sequences = batch.lanes_B, len(batch.lanes_B)
+        order_B = torch.arange(num_sequences, device=lanes_B.device)
+        score_B = torch.where(batch.samples_B, self.score_Z[lanes_B], -1.0) - TIE * order_B
+        num_ahead_B = (score_B > score_B[:, None]).sum(1)
+        is_narrow_B = num_ahead_B >= num_sequences // 2
+        self._layout_Z.copy_(self.draft_buffer_Z)
+        self._layout_Z[lanes_B] = self.draft_buffer_Z[lanes_B] + is_narrow_B * (2 * self.num_masks + 1)
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
@@ -163,7 +205,8 @@ class IsdDecoder(Decoder):
             copies = batch.num_top is not None
             logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, copies=copies)
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
-        probs = table.probs(logits_XV, lanes_B, batch.filters)
+        logit_lanes = lanes_B if plan.logit_lanes_X is None else plan.logit_lanes_X
+        probs = table.probs(logits_XV, logit_lanes, batch.filters)
         verdict = verify(
             probs,
             self.draft_probs,
@@ -173,7 +216,7 @@ class IsdDecoder(Decoder):
             active_B=plan.samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
-            layout_Z=self.draft_buffer_Z,
+            layout_Z=self.draft_buffer_Z if self.modes[batch.mode].narrow is None else self._layout_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
         emit_and_draft(
@@ -194,6 +237,9 @@ class IsdDecoder(Decoder):
         rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
+        if self._has_halves:
+            surprise_B = (verdict.accepted_B > 0).float() - self.score_Z[lanes_B]
+            self.score_Z[lanes_B] += SCORE_RATE * surprise_B * (verdict.tested_B > 0)
         return StepOutcome(
             token_ids_BJ=verdict.token_ids_BA,
             num_emitted_B=verdict.num_emitted_B,

@@ -263,12 +263,16 @@ def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
 
 
 class DraftLayout:
-    """Layouts by draft buffer, padded and stacked as int64 tensors on the engine's device."""
+    """Layouts by draft buffer, padded and stacked as int64 tensors on the engine's device; those of the
+    `narrow` half of the sequences follow, in the same order."""
 
-    def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
+    def __init__(
+        self, layouts: list[RowLayout], device: torch.device, narrow: Sequence[RowLayout] = ()
+    ) -> None:
+        max_drafts = len(layouts) // 2
+        layouts = [*layouts, *narrow]
         self.layouts = layouts
         self.max_width = max(layout.width for layout in layouts)
-        max_drafts = len(layouts) // 2
         # Of all modes that sequences may come from.
         self.max_stride = max_drafts + 1
 

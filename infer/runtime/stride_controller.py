@@ -123,9 +123,12 @@ MAX_FIRST_RATIO = 2.0
 """A first time beyond so many times the warm-up's does not count."""
 MIN_PROMPT_SHARE = 0.5
 """A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
-LIKELY_ACCEPTANCE = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+LIKELY_ACCEPTANCE = (*((each, each) for each in (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)), (0.9, 0.5))
+"""Of the sequences that accept most and of the others."""
 FREE_ROWS = 256
 """About as many rows as a GPU computes while it reads the weights: 156 (A100) to 295 (H100) in bfloat16."""
+MIN_HALVED_SEQUENCES = 4
+"""Fewer sequences are not worth modes with different halves."""
 OOM_MEMORY_STEPS = 1000
 """Steps for which an out-of-memory error limits the rows of a step."""
 
@@ -134,13 +137,14 @@ OOM_MEMORY_STEPS = 1000
 class StepLoad:
     """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
     `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
-    of decoding sequences of late (empty: they are average ones)."""
+    of decoding sequences of late (empty: they are average ones). `is_plain`: as in `Members`."""
 
     num_sequences: int
     num_decoding: int | None = None
     num_prompt_rows: int = 0
     num_slots: int = 0
     drafts: Sequence[tuple[float, float]] = ()
+    is_plain: bool = True
 
     @classmethod
     def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> StepLoad:
@@ -155,7 +159,13 @@ class StepLoad:
                 for request, samples in zip(schedule.requests, schedule.samples, strict=True)
                 if samples and has_drafts
             ],
+            is_plain=schedule.members.is_plain,
         )
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether its sequences may differ in their rows: prompts and grammars need those of one layout."""
+        return self.is_plain and not self.num_prompt_rows and self.num_sequences >= MIN_HALVED_SEQUENCES
 
     @property
     def size(self) -> int:
@@ -260,6 +270,8 @@ class StrideController:
 
     def _may_run(self, number: int, load: StepLoad) -> bool:
         """Whether a pass in this mode has the memory for its rows, and a graph if it needs one."""
+        if self._modes[number].narrow is not None and not load.has_halves:
+            return False
         num_rows = load.num_sequences * self._widths[number]
         if num_rows > self._max_rows or self.captured is None or number == self._narrowest:
             return num_rows <= self._max_rows
@@ -314,20 +326,29 @@ class StrideController:
         load, numbers = StepLoad(num_sequences=num_sequences), range(len(self._modes))
         seconds = [self.seconds(number, load) for number in numbers]
 
-        def rate(number: int, acceptance: float) -> float:
+        def rate(number: int, chances: tuple[float, float]) -> float:
             mode = self._modes[number]
-            return self._tokens_per_forward((acceptance,) * (mode.stride - 1), mode) / seconds[number]
+            halves = zip((mode, mode.narrow or mode), chances, strict=True)
+            tokens = [self._tokens_per_forward((each,) * (half.stride - 1), half) for half, each in halves]
+            return sum(tokens) / seconds[number]
 
         fastest = (max(numbers, key=lambda number: rate(number, each)) for each in LIKELY_ACCEPTANCE)
         return {self._narrowest, *fastest}
 
     def _tokens(self, drafts: Sequence[tuple[float, float]]) -> list[float]:
-        """Expected tokens of a pass by mode, the mean over sequences."""
+        """Expected tokens of a pass by mode, the mean over sequences; those that accept most are wide."""
         classes, sums = self._acceptance.classes(drafts), [0.0] * len(self._modes)
-        for chances, count in classes.items():
-            for number, mode in enumerate(self._modes):
-                sums[number] += count * self._tokens_per_forward(chances[: mode.stride - 1], mode)
         total = sum(classes.values())
+        num_wide = total / 2
+        for chances, count in sorted(classes.items(), reverse=True):
+            wide = min(count, num_wide)
+            num_wide -= wide
+            for number, mode in enumerate(self._modes):
+                narrow = mode.narrow or mode
+                sums[number] += wide * self._tokens_per_forward(chances[: mode.stride - 1], mode)
+                if count > wide:
+                    tokens = self._tokens_per_forward(chances[: narrow.stride - 1], narrow)
+                    sums[number] += (count - wide) * tokens
         return [value / total for value in sums]
 
     def seconds(self, number: int, load: StepLoad) -> float:

@@ -291,6 +291,7 @@ class Schedule:
             filters=members.filters,
             mode=self.mode,
             num_top=members.num_top,
+            decides=not self.grammars,
             payload=self.canvases if is_canvas else None,
         )
 
@@ -347,8 +348,8 @@ class Batch:
     pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay out in all, padding
     included; None: exactly those that are fed, which the host has to wait for. `filters`: whether top-k,
     top-p or min-p is used. `num_top`: most likely tokens to report for every token; None: no
-    log-probabilities. `grammars`: `masks.PassGrammars`, or None. `payload`: `BlockLimits`, `CanvasLimits`, or
-    None."""
+    log-probabilities. `grammars`: `masks.PassGrammars`, or None; `decides`: none masks the logits of
+    the pass, nor will. `payload`: `BlockLimits`, `CanvasLimits`, or None."""
 
     lanes_B: Tensor
     num_feed_B: Tensor
@@ -361,6 +362,7 @@ class Batch:
     mode: int = 0
     num_top: int | None = None
     grammars: Any = None
+    decides: bool = True
     payload: Any = None
 
 
@@ -416,7 +418,8 @@ class StepPlan:
     None: there are none.
 
     Logits are wanted for `logit_rows_X` only. The wanted rows of a sequence follow one another from
-    `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one. `samples_B` (bool): the
+    `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one, unless `logit_lanes_X` has
+    the lane of each wanted row: then sequences have different numbers of them. `samples_B` (bool): the
     sequence decodes; the wanted rows of the others are ignored. `advances_B` (bool): its fed tokens become
     computed ones. All other tensors are int64. `max_rows` (of one sequence) and `max_slots` are upper bounds
     known to the host; most sequences have no more than `usual_rows`, and one that feeds no prompt no more
@@ -440,6 +443,7 @@ class StepPlan:
     max_slots: int
     usual_rows: int | None = None
     decoding_rows: int | None = None
+    logit_lanes_X: Tensor | None = None
     payload: ActiveBlocks | FedCanvases | None = None
 
     @property

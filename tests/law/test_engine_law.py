@@ -109,7 +109,7 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     sampled = sample(engine, [(PROMPT, NEUTRAL)], NUM_DRAWS)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
-    assert used == set(range(8))
+    assert used == set(range(10))
 
 
 @pytest.mark.sweep

@@ -40,7 +40,8 @@ def overwrite_kernel(
         num_drafts = tl.load(p_num_drafts + layout).to(tl.int64)
         index = tl.load(p_tests + lane)
         # Of drafts that `tree` drew from a rejected pass the trace has none: all are rejected.
-        traced = tl.where(layout > num_masks, 0, tl.load(p_accepted + index % num_accepted))
+        other = layout % (2 * num_masks + 1) > num_masks
+        traced = tl.where(other, 0, tl.load(p_accepted + index % num_accepted))
         tl.store(p_tests + lane, index + (num_drafts > 0).to(tl.int64))
         accepted = tl.minimum(traced, num_drafts)
         rejected = (accepted < num_drafts).to(tl.int64)

@@ -79,7 +79,8 @@ class Replay:
         num_drafts_B = torch.where(active_B, tables.num_drafts_Y[layout_B], 0)
         index_B = self.num_tests_Z[lanes_B]
         # Of drafts that `tree` drew from a rejected pass the trace has none: all are rejected.
-        traced_B = torch.where(layout_B > num_masks, 0, self.accepted_S[index_B % len(self.accepted_S)])
+        is_other_B = layout_B % (2 * num_masks + 1) > num_masks
+        traced_B = torch.where(is_other_B, 0, self.accepted_S[index_B % len(self.accepted_S)])
         self.num_tests_Z[lanes_B] += (num_drafts_B > 0).long()
         traced = plain_verdict(torch.minimum(traced_B, num_drafts_B), tables, columns)
         verdict.values_FB.copy_(traced.values_FB)

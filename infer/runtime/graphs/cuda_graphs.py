@@ -239,6 +239,7 @@ class StaticStep:
             filters=shape.filters,
             mode=shape.mode,
             num_top=shape.num_top,
+            decides=shape.decides,
             payload=shape.payload,
         )
 

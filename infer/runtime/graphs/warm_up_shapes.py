@@ -65,12 +65,16 @@ class WarmUpShapes:
                 for filters, context in itertools.product((False, True), contexts)
                 for mode, width in enumerate(widths)
                 for num_rows in PROMPT_GRAPHS
-                if num_rows < 2 * self.max_prompt_rows
+                if num_rows < 2 * self.max_prompt_rows and self.decoder.modes[mode].narrow is None
                 for size in self._mixed_sizes(mode, num_rows)
                 if size * width + num_rows <= LAUNCHES_PER_GRAPH * eager_rows
             ]
         if self.decoder.takes_constraints:
-            held = [each for each in shapes if not each.filters and not each.num_prompt_rows]
+            held = [
+                each
+                for each in shapes
+                if not (each.filters or each.num_prompt_rows or self.decoder.modes[each.mode].narrow)
+            ]
             shapes += [replace(each, decides=False) for each in held if each.num_sequences.bit_count() == 1]
         return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
 

@@ -7,10 +7,12 @@ Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from idlm.infer.decoders.base import rows_by_mode
+from idlm.infer.decoders.isd import SCORE_RATE
 from idlm.infer.runtime.stride_controller import StepLoad, StrideController
 from tests.unit.engine.stride import simulation
 from tests.unit.engine.stride.simulation import CONTEXT, Disturbances, decoder_of
@@ -28,8 +30,10 @@ class Machine(simulation.Machine):
         super().__init__(DECODER, seed, Disturbances(deviation=deviation, noise=noise))
 
 
-def _tokens(mode: int, acceptance: float) -> float:
-    return tokens_of([acceptance] * (MODES[mode].stride - 1), MODES[mode])
+def _tokens(mode: int, high: float, low: float | None = None) -> float:
+    """Of a pass, the mean over sequences, the better half of which accepts `high`, the other `low`."""
+    halves = (MODES[mode], high), (MODES[mode].narrow or MODES[mode], high if low is None else low)
+    return sum(tokens_of([chance] * (half.stride - 1), half) for half, chance in halves) / 2
 
 
 def _run(
@@ -145,3 +149,48 @@ def test_requests_count_with_their_own_acceptance() -> None:
     wide = controller.choose(alike)
     assert wide == controller.choose(_load(64))
     assert WIDTHS[controller.choose(hopeless)] < WIDTHS[wide]
+
+
+@pytest.mark.sweep_but("32-0.9-0.5-1.05")
+@pytest.mark.parametrize(
+    ("num_sequences", "high", "low", "gain"),
+    [
+        (16, 0.9, 0.5, 0.98),
+        (32, 0.9, 0.5, 1.05),
+        (64, 0.9, 0.5, 1.05),
+        (64, 0.9, 0.3, 1.08),
+        (64, 0.7, 0.7, 0.98),
+    ],
+)
+def test_sequences_that_differ_gain_from_halves(
+    num_sequences: int, high: float, low: float, gain: float
+) -> None:
+    """Scores follow first drafts alone, as the decoder's do; they err while few were tested."""
+    machine = Machine(3)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
+    chances = [high if number % 2 else low for number in range(num_sequences)]
+    scores, recent = [1.0] * num_sequences, [(0.0, 0.0)] * num_sequences
+    tokens = elapsed = 0.0
+    for number in range(SETTLING + MEASURED):
+        load = replace(_load(num_sequences), drafts=recent)
+        mode = controller.choose(load)
+        order = sorted(range(num_sequences), key=lambda b: -scores[b])
+        seconds, emitted = machine.seconds(mode, load), 0.0
+        for rank, b in enumerate(order):
+            half = MODES[mode] if rank < num_sequences // 2 else MODES[mode].narrow or MODES[mode]
+            emitted += tokens_of([chances[b]] * (half.stride - 1), half)
+            num = (half.stride - 1) * (half.strategy != "alternate" or number % 2)
+            accepted = next((j for j in range(num) if machine.rng.random() >= chances[b]), num)
+            controller.observe_drafts(accepted, min(num, accepted + 1))
+            recent[b] = (recent[b][0] + accepted, recent[b][1] + min(num, accepted + 1))
+            if num:
+                scores[b] += SCORE_RATE * ((accepted > 0) - scores[b])
+        controller.observe_time(mode, load, machine.disturbed(seconds))
+        if number >= SETTLING:
+            tokens, elapsed = tokens + emitted, elapsed + seconds
+    same = [number for number, mode in enumerate(MODES) if mode.narrow is None]
+    best = max(
+        num_sequences * _tokens(number, high, low) / machine.seconds(number, _load(num_sequences))
+        for number in same
+    )
+    assert tokens / elapsed >= gain * best

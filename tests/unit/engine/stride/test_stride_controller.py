@@ -240,7 +240,9 @@ def test_drafts_from_verification_rows_are_told_apart(
     def verify(probs: Any, store: Any, tables: Any, *, layout_Z: torch.Tensor, **columns: Any) -> Any:
         buffer_B = layout_Z[columns["lanes_B"]].clone()
         verdict = real(probs, store, tables, layout_Z=layout_Z, **columns)
-        known.extend((buffer_B[verdict.tested_B > 0] <= engine.decoder.num_masks).tolist())
+        num_masks = engine.decoder.num_masks
+        number_B = buffer_B[verdict.tested_B > 0] % (2 * num_masks + 1)
+        known.extend((number_B <= num_masks).tolist())
         return verdict
 
     def observe(num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
@@ -256,7 +258,7 @@ def test_drafts_from_verification_rows_are_told_apart(
     monkeypatch.setattr(isd, "verify", verify)
     monkeypatch.setattr(controller, "observe_drafts", observe)
     monkeypatch.setattr(controller, "choose", choose)
-    params = SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=0)
+    params = SamplingParams(temperature=1.0, max_tokens=140, ignore_eos=True, seed=0)
     engine.generate(prompts_of([5], vocab_size=50), params)
     assert shown == known[: len(shown)] and len(known) - len(shown) <= num_inflight_steps
     assert not num_failures
