@@ -1,8 +1,9 @@
 """Decoding on one GPU: AR and ISD against the read-only stream, over concurrency, context and stride.
 
     python -m benchmarks.decode [mode=quick|full] [loads=1x1024,64x1024,32x8192]
-        [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90]
-        [parts=sweep,deterministic] [rounds=2] [tokens=48] [least=256] [record=true]
+        [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [draft_input=mask|uniform]
+        [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
+        [least=256] [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
@@ -60,7 +61,7 @@ DEFAULTS = defaults(
 )
 MODES = {
     "full": defaults(
-        "loads=1x1024,64x1024,4x1024,16x1024,256x1024,32x8192,64x8192,32x1024,128x1024 adapters=0,128 "
+        "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 adapters=0,128 "
         "parts=sweep,deterministic"
     ),
     "quick": defaults("loads=1x1024,16x1024,64x1024 adapters=0 parts=sweep"),
@@ -89,7 +90,12 @@ def measure(arguments: list[str]) -> int:
     chosen(options, "sampling", SAMPLING)
     for name in options["trace"].split(","):
         trace_of(name, 1)
-    bench = Bench(**models.opened("decode", options))
+    fields = models.opened("decode", options)
+    if chosen(options, "draft_input", ("mask", "uniform")) == ["uniform"]:
+        noise = {"mask_token_id": None, "noise_range": (1, fields["model"].spec.vocab_size)}
+        semantics = replace(fields["model"].semantics, **noise)
+        fields["model"] = replace(fields["model"], semantics=semantics)
+    bench = Bench(**fields)
     for part in parts:
         PARTS[part](bench)
     for problem in bench.problems:
@@ -277,7 +283,7 @@ def _case(bench: Bench, measured: Measured) -> dict[str, Any]:
     arm, load = measured.arm, measured.load
     case = {"concurrency": load.concurrency, "context": load.context}
     case |= {"strategy": arm.shown_strategy, "stride": arm.stride}
-    return case | {"adapter": arm.adapter, "draft_input": bench.options["draft_input"]}
+    return case | {"adapter": arm.adapter, "draft_input": bench.model.semantics.draft_input}
 
 
 def _note(bench: Bench, measured: Measured) -> None:

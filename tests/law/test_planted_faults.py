@@ -55,6 +55,18 @@ def drafts_left_out_by_what_they_are(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IsdDecoder, "plan", plan)
 
 
+@fault("law", "halves")
+def half_chosen_by_the_drafts(patch: pytest.MonkeyPatch) -> None:
+    """The half of a sequence may follow earlier passes: here, the second draft, which one half leaves out."""
+    original = IsdDecoder._halve
+
+    def halve(self: IsdDecoder, batch: Batch) -> None:
+        self.score_Z.copy_(self.drafts_ZJ[:, 1] < 2)
+        original(self, batch)
+
+    patch.setattr(IsdDecoder, "_halve", halve)
+
+
 @pytest.fixture(scope="session")
 def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("toys")
@@ -63,7 +75,11 @@ def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _law_holds(law_toy: Path, strategy: str) -> bool:
-    engine = build_engine(law_toy, "isd", num_lanes=512, stride=STRIDE, rejection_strategy=strategy)
+    options = {"adaptive": True} if strategy == "halves" else {"rejection_strategy": strategy}
+    engine = build_engine(law_toy, "isd", num_lanes=512, stride=STRIDE, **options)
+    if strategy == "halves":
+        halved = [number for number, mode in enumerate(engine.decoder.modes) if mode.narrow is not None]
+        engine._stride_controller.choose = lambda load: halved[0]
     looks = (sample(engine, SETTINGS, num_draws, per_request=50) for num_draws in LOOKS)
     return not any(misfits(fits(law_toy, sampled), LEVEL) for sampled in looks)
 
@@ -141,6 +157,11 @@ def _passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> bool:
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "law"])
 def test_the_engine_as_it_is_passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> None:
     assert _passes(check, strategy, law_toy, foreseeing)
+
+
+@pytest.mark.sweep
+def test_halves_keep_the_law(law_toy: Path) -> None:
+    assert _law_holds(law_toy, "halves")
 
 
 @pytest.mark.sweep_but(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -79,19 +80,23 @@ def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) 
     assert all(done.exactness == "lossy" for done in (*ar, *isd))
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("choice", ["fixed", "adaptive", "halves"])
 def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
-    tmp_path: Path, adaptive: bool
+    tmp_path: Path, choice: str
 ) -> None:
-    """Graphs are warmed up on padding alone, which has no MASK row."""
+    """Graphs are warmed up on padding alone, which has no MASK row. In modes with halves too."""
     base = write_toy_checkpoint(tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=10_000, stride=4, has_mask_row=True)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [[(7 * i + j) % 40 for j in range(1 + 5 * i)] for i in range(9)]
     options = {"device": "cuda", "dtype": "float32", "deterministic": True}
     expected = Engine.from_pretrained(base, "ar", **options).generate(prompts, params)
-    engine = Engine.from_pretrained(adapter, "isd", adaptive=adaptive, **options)
+    engine = Engine.from_pretrained(adapter, "isd", adaptive=choice != "fixed", **options)
     assert engine.settings.graphs == "on"
+    if choice == "halves":
+        numbers = [number for number, mode in enumerate(engine.decoder.modes) if mode.narrow is not None]
+        calls = itertools.count()
+        engine._stride_controller.choose = lambda load: numbers[next(calls) % 2] if load.has_halves else 0
     assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
 
 
