@@ -1,6 +1,6 @@
 """Decoding on one GPU: AR and ISD against the read-only stream, over concurrency, context and stride.
 
-    python -m benchmarks.decode [mode=quick|full] [loads=1x1024,64x1024,32x8192]
+    python -m benchmarks.decode [loads=1x1024,64x1024,32x8192]
         [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [draft_input=mask|uniform]
         [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
         [least=256] [record=true]
@@ -28,16 +28,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import models
-from benchmarks.engine.decoding.harness import (
-    SAMPLING,
-    Arm,
-    Load,
-    Measured,
-    SteadyEngine,
-    fits,
-    floor_ms,
-    memory_of,
-)
+from benchmarks.engine.decoding import harness
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import trace_of
 from benchmarks.models import free_bytes, weights_of
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
@@ -52,20 +44,13 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.tasks import TASKS
 
 CONCURRENCY = (1, 7, 64)
-TOKENS = 512
 STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
-    "mode=full model=qwen3-8b device=cuda dtype=bfloat16 loads= arms= adapters= parts= "
-    "draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 least=256 record=true num=200 "
-    "mismatches= base="
+    "model=qwen3-8b device=cuda dtype=bfloat16 "
+    "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
+    "parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 least=256 "
+    "record=true mismatches= base= num=200 length=512"
 )
-MODES = {
-    "full": defaults(
-        "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 adapters=0,128 "
-        "parts=sweep,deterministic"
-    ),
-    "quick": defaults("loads=1x1024,16x1024,64x1024 adapters=0 parts=sweep"),
-}
 ARMS = {
     ("branch_3", 8): (1, 4),
     ("branch_3", 16): (1, 1),
@@ -76,7 +61,7 @@ ARMS = {
     ("alternate", 2): (64, 256),
     ("cold", 4): (1, 64),
 }
-"""Strategies and strides, and the fewest and the most sequences at which they are measured."""
+"""Strategies and strides, and between which numbers of sequences they are measured."""
 
 
 def measure(arguments: list[str]) -> int:
@@ -84,8 +69,6 @@ def measure(arguments: list[str]) -> int:
     if options["mismatches"]:
         mismatches(Report("decode", options), options)
         return 0
-    [mode] = chosen(options, "mode", MODES)
-    options |= {key: value for key, value in MODES[mode].items() if not options[key]}
     parts = chosen(options, "parts", PARTS)
     chosen(options, "sampling", SAMPLING)
     for name in options["trace"].split(","):
@@ -105,7 +88,7 @@ def measure(arguments: list[str]) -> int:
 
 def mismatches(report: Report, options: dict[str, str]) -> None:
     """Mismatched tokens of the adapter `options["mismatches"]` at each concurrency, against AR alone."""
-    num, length = int(options["num"]), int(options["tokens"] or TOKENS)
+    num, length = int(options["num"]), int(options["length"])
     prompts = [sample.prompt for sample in task_samples(TASKS.get("ledger")(level="tiny"), "test", num)]
     expected = _answers(options, "ar", prompts, length, max_num_seqs=CONCURRENCY[-1])
     for concurrency in CONCURRENCY:
@@ -186,15 +169,15 @@ SHARE_TOGETHER = 0.7
 """Of the free memory: what engines that run in turn may take."""
 
 
-def measure_arms(bench: Bench, arms: list[Arm], load: Load, beside: Arm | None = None) -> list[Measured]:
+def measure_arms(bench: Bench, arms: list[Arm], load: Load, reference: Arm | None = None) -> list[Measured]:
     """Measure all arms that fit and run, with rounds in turn for those that fit in memory together, and
-    with the arm `beside`, which each of them then names.
+    with the `reference`, which each of them then names.
     """
     found: list[Measured] = []
-    waiting = [arm for arm in arms if fits(bench.model, arm, load)]
+    waiting = [arm for arm in arms if harness.fits(bench.model, arm, load)]
     if len(waiting) < len(arms):
         print(f"{len(arms) - len(waiting)} arms do not fit at {load.concurrency}x{load.context}", flush=True)
-    others, first = [] if beside is None else [beside], None
+    others, first = [] if reference is None else [reference], None
     if waiting and others and not _fit_together(bench, [waiting[0], *others], load):
         first, others = next(iter(measure_arms(bench, others, load)), None), []
     while waiting:
@@ -205,9 +188,9 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, beside: Arm | None =
         # After the function that held the engines: their caches would leave the next ones no memory.
         free_cached_memory()
         if others:
-            first = group.pop(0) if group and group[0].arm is beside else None
+            first = group.pop(0) if group and group[0].arm is reference else None
         for measured in group:
-            measured.beside = first
+            measured.ar = first
         found += group
     for measured in found:
         print(
@@ -219,7 +202,7 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, beside: Arm | None =
 
 
 def _fit_together(bench: Bench, arms: list[Arm], load: Load) -> bool:
-    needed = sum(memory_of(bench.model, arm, load) for arm in arms)
+    needed = sum(harness.memory_of(bench.model, arm, load) for arm in arms)
     return needed < SHARE_TOGETHER * free_bytes(bench.model)
 
 
@@ -255,8 +238,8 @@ def sweep(bench: Bench) -> None:
     """Measure AR and the arms, plain and with adapters, at every load."""
     for load in bench.loads():
         found = measure_arms(bench, _isd_arms(bench, load.concurrency), load, AR)
-        beside = [measured.beside for measured in found if measured.beside is not None]
-        for measured in [*beside[:1], *found]:
+        references = [measured.ar for measured in found if measured.ar is not None]
+        for measured in [*references[:1], *found]:
             _note(bench, measured)
         plain = {measured.arm.name: measured for measured in found if not measured.arm.adapter}
         for measured in found:
@@ -269,7 +252,7 @@ def sweep(bench: Bench) -> None:
 def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
     words = (word.split("/") for word in bench.options["arms"].split(",") if word)
     given = [(strategy, int(stride)) for strategy, stride in words]
-    known = [key for key, (least, most) in ARMS.items() if least <= concurrency <= most]
+    known = [key for key, (low, high) in ARMS.items() if low <= concurrency <= high]
     arms = []
     for strategy, stride in given or known:
         name, adaptive = f"{strategy}/{stride}", strategy == "adaptive"
@@ -281,15 +264,15 @@ def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
 
 def _case(bench: Bench, measured: Measured) -> dict[str, Any]:
     arm, load = measured.arm, measured.load
-    case = {"concurrency": load.concurrency, "context": load.context}
+    case: dict[str, Any] = {"concurrency": load.concurrency, "context": load.context}
     case |= {"strategy": arm.shown_strategy, "stride": arm.stride}
     return case | {"adapter": arm.adapter, "draft_input": bench.model.semantics.draft_input}
 
 
 def _note(bench: Bench, measured: Measured) -> None:
-    """Record the step, with its floor, and what it is beside AR's with the tokens of every trace."""
-    arm, load, ar, case = measured.arm, measured.load, measured.beside, _case(bench, measured)
-    floor = floor_ms(bench.model, load, bench.rates.stream)
+    """Record the step, with its floor, and what it is over AR's with the tokens of every trace."""
+    arm, load, ar, case = measured.arm, measured.load, measured.ar, _case(bench, measured)
+    floor = harness.floor_ms(bench.model, load, bench.rates.stream)
     bench.add({"decoder": arm.decoder, **case}, "step_ms", measured.step_ms(), "ms", floor=floor)
     if ar is None:
         return

@@ -61,8 +61,9 @@ def _low_ranks(trunk: DenseTrunk, rank: int) -> list[torch.nn.ModuleDict]:
 def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
     """Put a gated LoRA with random A and B on all projections of the model inside this context."""
     low_ranks = _low_ranks(model.trunk, rank) if rank else [None] * len(model.trunk.layers)
-    for number, layer in enumerate(model.trunk.layers):
-        layer.lora = low_ranks[number]
+    for layer, low_rank in zip(model.trunk.layers, low_ranks, strict=True):
+        assert isinstance(layer, DenseLayer)
+        layer.lora = low_rank
     model.trunk.is_adapted = rank > 0
     try:
         yield
@@ -118,13 +119,13 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Rounds of one arm under one load; seconds, tokens of all sequences and passes of each round. `beside`:
-    those of another arm in turn with them."""
+    """Rounds of one arm under one load; seconds, tokens of all sequences and passes of each. `ar`: the rounds
+    of AR in turn with them."""
 
     arm: Arm
     load: Load
     width: int
-    beside: Measured | None = None
+    ar: Measured | None = None
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
 from idlm.infer.runtime.stride_controller import StepLoad, StepTimes
 from idlm.semantics import Semantics
 
-CONTEXT = 1024
+CONTEXT, GPU = 1024, "NVIDIA H200"
 SLOT_SECONDS = 3.43e-8
 """Reading the keys and values of one token: 147,456 bytes at 4.3 TB/s."""
 CAPTURE_SECONDS = 0.11
@@ -43,10 +43,11 @@ class RecordedTimes:
         for row in read_rows("decode"):
             case = row["case"]
             is_isd = case.get("strategy") not in (None, "adaptive") and row["metric"] == "step_ms"
-            if is_isd and case["context"] == CONTEXT and case["sampling"] == "T1":
-                seconds = row["value"] / 1e3 - case["batch"] * CONTEXT * SLOT_SECONDS
-                arm = case["stride"], case["strategy"]
-                found.setdefault((arm, case["batch"]), []).append(seconds)
+            is_plain = row["gpu"] == GPU and not case.get("adapter")
+            if is_isd and is_plain and case["context"] == CONTEXT and case["sampling"] == "T1":
+                size, arm = case.get("batch", case.get("concurrency")), (case["stride"], case["strategy"])
+                seconds = row["value"] / 1e3 - size * CONTEXT * SLOT_SECONDS
+                found.setdefault((arm, size), []).append(seconds)
         self.by_arm = {key: statistics.median(values) for key, values in found.items()}
         by_rows: dict[int, list[float]] = {}
         for ((stride, strategy), size), seconds in self.by_arm.items():
