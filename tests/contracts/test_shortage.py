@@ -123,7 +123,7 @@ def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(checkpoint
 @pytest.mark.parametrize("number", [0, 1], ids=["ar", "isd"])
 def test_a_shortage_at_many_allocations(checkpoint: Path, number: int) -> None:
     """Every second one fails twice in a row."""
-    failures = ((first, 1 + first % 2) for first in range(1, 101, 3))
+    failures = ((first, 1 + first % 2) for first in range(1, 101, 5))
     _shortages(checkpoint, *DECODERS[number], WAYS[1 - number], failures)
 
 

@@ -49,9 +49,3 @@ def test_interpreted_kernels_of_more_sizes_equal_the_references(name: str, repor
 
 def test_all_kernels_are_interpreted() -> None:
     assert len(FILES) >= 7
-
-
-@pytest.mark.sweep
-def test_many_random_steps_of_paged_attention() -> None:
-    """python -m pytest tests/kernels/test_interpreted.py -m sweep"""
-    run_interpreted("interpreted/paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="8")

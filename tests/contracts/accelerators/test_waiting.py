@@ -60,7 +60,7 @@ def test_waiting_changes_no_answer_of_focus(
     assert exact.row_counts.num_waits == 0
     everything = len(PROMPTS) * 2 * SIZE
     capacities = [None, TIGHT]
-    if stack == FOCUS[0]:
+    if options == STRATEGIES[0]:
         capacities += [PassRows(fed=everything, retained=0, head=everything)]
         capacities += [PassRows(fed=everything, retained=everything, head=0)]
     for capacity in capacities:

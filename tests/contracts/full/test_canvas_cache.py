@@ -58,12 +58,12 @@ def found_by(engine: Engine, cases: list[tuple[SamplingParams, Any, Any]]) -> li
 @pytest.mark.sweep_but(1)
 @pytest.mark.parametrize(("family", "options"), spread(CASES), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
-    """In mixed batches, of which the budget feeds a part at a time, in dynamic and in static shapes, and
-    when the host is some passes behind; and alone."""
+    """In mixed batches, of which the budget feeds a part at a time, every second case in static shapes, the
+    others in dynamic ones and when the host is some passes behind; and alone."""
     kind, directory = family
     slow = slow_canvas(kind, options)
     cases = [expected_of(slow, number) for number in range(len(PROMPTS))]
-    for settings in STATIC:
+    for settings in STATIC[CASES.index(options) % 2 :: 2]:
         engine = engine_of(directory, options, **settings)
         for (_, tokens, num_passes), found in zip(cases, found_by(engine, cases), strict=True):
             assert found.token_ids == tokens, f"{settings=}"

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from idlm.cli import command
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.engine import Engine
+from idlm.infer.server import engine_client, engine_process
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.run import FrontEnd, listen
 from idlm.text.tokenizer import load_tokenizer
@@ -139,6 +144,39 @@ class Running(Client):
         return len(asyncio.all_tasks(self.front.loop))
 
 
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload([__name__])
+START, PROGRAM = asyncio.create_subprocess_exec, engine_client.PROGRAM
+
+
+def serve_engine(connection: socket.socket) -> None:
+    """The main function of an engine process."""
+    os.setsid()
+    sys.exit(command.run(lambda _: engine_process.run(connection)))
+
+
+class ForkedEngine:
+    """An engine process whose imports, which take longer than all the rest, are those of a fork server."""
+
+    def __init__(self, connection: int) -> None:
+        with socket.socket(fileno=os.dup(connection)) as given:
+            self._process = FORKING.Process(target=serve_engine, args=(given,))
+            self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    async def wait(self) -> int:
+        while self._process.exitcode is None:
+            await asyncio.sleep(0.01)
+        return self._process.exitcode
+
+
+async def start_engine(*words: str, **options: Any) -> Any:
+    """In place of `asyncio.create_subprocess_exec`."""
+    if words[1:-1] != PROGRAM:
+        return await START(*words, **options)
+    return ForkedEngine(*options["pass_fds"])
+
+
 @contextlib.contextmanager
 def running(*arguments: str, api_key: str | None = None, model: Path | None = None) -> Iterator[Running]:
     """A server, ready; when it ends it has drained, and its thread and engine process are gone."""
@@ -153,15 +191,17 @@ def running(*arguments: str, api_key: str | None = None, model: Path | None = No
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=lambda: asyncio.run(front.run_on(listener)), daemon=True)
-        thread.start()
-        server = Running(front, url, api_key)
-        try:
-            server.wait_until_ready()
-            yield server
-        finally:
-            front.should_exit = True
-            thread.join(PATIENCE)
-            server.client.close()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", start_engine)
+            thread.start()
+            server = Running(front, url, api_key)
+            try:
+                server.wait_until_ready()
+                yield server
+            finally:
+                front.should_exit = True
+                thread.join(PATIENCE)
+                server.client.close()
         assert not thread.is_alive()
 
 

@@ -137,7 +137,7 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
     words = (f"model={checkpoint()}", "max_length=1500")
     with commanded(*words, api_key=KEY) as (server, process):
         with server.client.stream(
-            "POST", "/v1/completions", json={**LONG, "max_tokens": 400, "stream": True}
+            "POST", "/v1/completions", json={**LONG, "max_tokens": 250, "stream": True}
         ) as response:
             lines = response.iter_lines()
             next(lines)

@@ -1,4 +1,4 @@
-"""700 requests made from the server's schema (`benchmarks.serve_fuzz`)."""
+"""400 requests made from the server's schema (`benchmarks.serve_fuzz`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.results import read_rows
 from benchmarks.serving import serve_fuzz
 
-REQUESTS = 700
+REQUESTS = 400
 
 
 @pytest.mark.sweep

@@ -229,15 +229,32 @@ def check_cut_stream(router: Client, model: str, process: subprocess.Popen[str])
         )
 
 
-@pytest.mark.parametrize("name", ["vllm_router", "smg", "sglang_router"])
-def test_a_router_forwards_requests_and_survives_a_server(name: str) -> None:
-    pytest.importorskip(name, reason=INSTALLS[name])
-    words = (*CALLER_WORDS, "served_model_name=town")
+TOWN_WORDS = (*CALLER_WORDS, "served_model_name=town")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Running, Running]]:
     with (
-        running(*words, model=caller(), api_key=KEY) as one,
-        commanded(f"model={caller()}", *words, api_key=KEY) as (two, process),
-        routing(name, one.url, two.url) as router,
+        running(*TOWN_WORDS, model=caller(), api_key=KEY) as one,
+        running(*TOWN_WORDS, model=caller(), api_key=KEY) as two,
     ):
+        yield one, two
+
+
+@pytest.mark.parametrize("name", ["vllm_router", "smg", "sglang_router"])
+def test_a_router_forwards_requests(name: str, pair: tuple[Running, Running]) -> None:
+    pytest.importorskip(name, reason=INSTALLS[name])
+    before = [each.metric("vllm:request_success_total") for each in pair]
+    with routing(name, *(each.url for each in pair)) as router:
         check_forwarding(name, router, "town")
-        assert all(each.metric("vllm:request_success_total") > 2 for each in (one, two))
+    after = [each.metric("vllm:request_success_total") for each in pair]
+    assert all(now > then + 2 for then, now in zip(before, after, strict=True))
+
+
+def test_a_router_survives_a_server(pair: tuple[Running, Running]) -> None:
+    pytest.importorskip("smg", reason=INSTALLS["smg"])
+    with (
+        commanded(f"model={caller()}", *TOWN_WORDS, api_key=KEY) as (other, process),
+        routing("smg", pair[0].url, other.url) as router,
+    ):
         check_cut_stream(router, "town", process)

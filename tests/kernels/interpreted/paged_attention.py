@@ -47,7 +47,7 @@ HALF = replace(MANY, half_parts=True)
 MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
 SPLIT = [steady(20), [], causal(37, 2), tree(45)]
 """A prefix of each kind that `MANY` divides into parts."""
-RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
+RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "7"))
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_poison")
 
 
@@ -155,6 +155,7 @@ def test_rows_at_the_edges_of_blocks() -> None:
     check(build(sequences, SMALL), TINY)
 
 
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))
 def test_random_steps(seed: int) -> None:
     rng = random.Random(seed)

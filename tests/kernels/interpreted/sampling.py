@@ -68,19 +68,15 @@ def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
     assert draw(probs, torch.tensor([-1, 2]), torch.tensor([0.5, 0.5]).double())[0] == 0
 
 
-@pytest.mark.sweep_but("2-4-tuning2")
-@pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 4, CRAMPED), (2, 4, SMALL)]
-)
+@pytest.mark.sweep_but("2-4-tuning1")
+@pytest.mark.parametrize(("num_tokens", "num_rows", "tuning"), [(131, 4, CRAMPED), (2, 4, SMALL)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_judged(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
-@pytest.mark.sweep_but("1-4-tuning2")
-@pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (1, 4, SMALL)]
-)
+@pytest.mark.sweep_but("1-4-tuning1")
+@pytest.mark.parametrize(("num_tokens", "num_rows", "tuning"), [(131, 6, CRAMPED), (1, 4, SMALL)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nonfinite_rows_are_reported(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_nonfinite(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)

@@ -98,7 +98,7 @@ def test_no_family_ends_in_a_traceback() -> None:
     """Causal models of transformers that take small sizes are trained, or refused by a UserError."""
     refused: dict[str, str] = {}
     trained: list[str] = []
-    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::3]:
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::6]:
         try:
             config = small_config(family, sliding_window=512)
         # Validators of some families refuse these sizes.
@@ -110,4 +110,4 @@ def test_no_family_ends_in_a_traceback() -> None:
         except UserError as error:
             refused[family] = error.code
     assert set(refused.values()) <= {"IDLM-0505", "IDLM-0541"}
-    assert len(trained) > 15 and len(refused) > 15, (len(trained), len(refused))
+    assert len(trained) > 7 and len(refused) > 7, (len(trained), len(refused))

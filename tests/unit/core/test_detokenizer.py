@@ -88,7 +88,7 @@ def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> No
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_ids_have_the_text_that_transformers_decodes(
     all_tokenizers: dict[str, Any], seed: int
 ) -> None:

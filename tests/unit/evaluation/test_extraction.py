@@ -194,8 +194,10 @@ def test_comparisons_of_threads_and_after_one_that_takes_too_long(monkeypatch: p
 @pytest.mark.parametrize(
     "given", ["9^{9^{9}}", "(10^{10^{8}})!", "(" * 5000 + "1" + ")" * 5000, "x" * 100000]
 )
-def test_what_cannot_be_computed_is_no_answer(given: str) -> None:
-    assert not same_answer(given, "3.0")
+def test_what_cannot_be_computed_is_no_answer(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(equality, "SECONDS", 1.0)
+        assert not same_answer(given, "3.0")
     assert same_answer("3", "3.0")
 
 

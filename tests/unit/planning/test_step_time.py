@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +104,7 @@ PROFILES = {
 }
 
 
+@functools.cache
 def model_work(size: str, mode: str) -> tuple[ModelWork, int]:
     """The work of a model of this size, and its trained weights."""
     with torch.device("meta"):
