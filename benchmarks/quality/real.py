@@ -1,4 +1,4 @@
-"""What a conversion of a real checkpoint changed and what it gains, beside its base.
+"""What a conversion of a real checkpoint changed, and what it gains.
 
     python -m benchmarks.real model=PATH base=PATH sets=chat:chat.jsonl,code:code.jsonl [arm=NAME]
         [parts=acceptance,clean,tasks,law,speed] [tasks=tasks.jsonl.gz] [num=0] [max_tokens=256]
@@ -7,8 +7,8 @@
 `model` is a checkpoint, or an adapter of `base`. `sets` are files of prompts as of idlm-bench, of which the
 first `num` count (0: all), and the first set is that of all parts but `acceptance`:
 
-- acceptance: how often drafts are accepted by position, and tokens per forward beside eq. 3 of the paper
-  (arXiv 2604.11035), of all answers and of those that end and do not loop.
+- acceptance: how often drafts are accepted by position, and tokens per forward, also by eq. 3
+  (arXiv 2604.11035, the baseline), of all answers and of those that end and do not loop.
 - clean: KL(base, model) in nats and equal first choices of clean rows, on the base's answers at T=1.
 - tasks: multiple choice by log-likelihoods. A line of the file is {"task": NAME, "docs": [[context,
   [choice, ..], index of the right one], ..]}; with a single choice, greedy decoding has to write it. The

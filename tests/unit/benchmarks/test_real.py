@@ -31,8 +31,8 @@ def test_rows_of_a_tiny_conversion(tmp_path: Path) -> None:
     found: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         found.setdefault(row["metric"], []).append(row)
-    places = {(row["case"]["set"], row["case"]["temperature"]) for row in found["tokens_per_forward"]}
-    assert places == {(name, temperature) for name in ("chat", "more") for temperature in (0.0, 1.0)}
+    settings = {(row["case"]["set"], row["case"]["temperature"]) for row in found["tokens_per_forward"]}
+    assert settings == {(name, temperature) for name in ("chat", "more") for temperature in (0.0, 1.0)}
     assert all(row["baseline"] for row in found["tokens_per_forward"])
     [kl], [law] = found["clean_kl"], found["law_tv"]
     assert kl["value"] > 0 and 0 <= found["clean_agreement"][0]["value"] <= 1
