@@ -22,12 +22,13 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from idlm.cli import command
 from idlm.errors import UserError
+from idlm.files.paths import json_lines, json_problem, translate_path_errors, unpacked
 
 HEADER = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -36,6 +37,8 @@ HEADER = (
 """What the chat template of SmolLM2 writes before the first turn of a user."""
 MIN_TOKENS = 5
 LOOP_LENGTH, LOOP_COUNT = 8, 3
+ANSWER = ("request_id", "text", "token_ids", "finish_reason")
+"""Keys of an answer of `idlm-generate`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +49,7 @@ def write(arguments: list[str]) -> int:
     """Write the rows that the first argument names to stdout.
 
     Raises:
-        UserError: another use than those of the module's docstring.
+        UserError: no number of answers, or a file without the rows that are needed.
     """
     rows: Iterable[dict[str, Any]]
     match arguments:
@@ -58,9 +61,9 @@ def write(arguments: list[str]) -> int:
                 raise UserError(
                     "IDLM-0624", f"{options[0]}: not a number of answers", fix="for example sampled=2"
                 )
-            rows = prompts(_records(written), _records(questions), int(num))
+            rows = prompts(_records(written, ANSWER), _records(questions, ("question",)), int(num))
         case ["kept", answers]:
-            rows = kept(_records(answers))
+            rows = kept(_records(answers, ANSWER))
         case _:
             print(__doc__, file=sys.stderr)
             return 0 if command.has_help_flag(arguments) else command.USER_ERROR_STATUS
@@ -115,9 +118,14 @@ def loops(token_ids: Sequence[int]) -> bool:
     return max(Counter(runs).values(), default=0) > LOOP_COUNT
 
 
-def _records(path: str) -> Iterator[dict[str, Any]]:
-    with Path(path).open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+def _records(path: str, keys: Collection[str]) -> Iterator[dict[str, Any]]:
+    fix = f"give JSON lines, objects with {', '.join(keys)}"
+    with translate_path_errors("IDLM-0625", path, fix=fix), Path(path).open("rb") as file:
+        for number, value in json_lines(unpacked(file, Path(path))):
+            if not (isinstance(value, dict) and value.keys() >= set(keys)):
+                problem = json_problem(value) if isinstance(value, Exception) else "keys are missing"
+                raise UserError("IDLM-0625", f"{path}:{number} cannot be used: {problem}", fix=fix)
+            yield value
 
 
 def _hash(text: str) -> int:

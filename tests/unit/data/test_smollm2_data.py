@@ -84,3 +84,20 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert write(["prompts", str(path)]) == USER_ERROR_STATUS
     with pytest.raises(UserError, match="IDLM-0624"):
         write(["prompts", str(path), str(path), "sampled=two"])
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("\n{'a': 1}\n", ":2 .*column 2"),
+        ("[1]", ":1 .*keys"),
+        ('{"text": ""}', ":1 .*keys"),
+        (None, "cannot open"),
+    ],
+)
+def test_a_file_of_other_lines_is_refused(tmp_path: Path, content: str | None, found: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=f"IDLM-0625.*{found}"):
+        write(["prompts", str(path), str(path)])
