@@ -19,6 +19,9 @@ from idlm.text.tokenizer import encode_messages
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CALL_KEYS = ("tool_calls", "function_call")
+WRITE_TURN = 'write {"role": "user", "content": "..."}, both texts'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +162,9 @@ def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> A
     if shape != "messages":
         return prompt
     num_open = len(prompt)
-    while num_open and prompt[num_open - 1]["role"] == "assistant":
+    while num_open and prompt[num_open - 1].get("role") == "assistant":
         num_open -= 1
+    _check_turns(location, prompt[: num_open if drop_last_turn else None])
     if num_open < len(prompt) and not (drop_last_turn and num_open):
         what = "end in an assistant turn, so they are answered already"
         raise UserError(
@@ -182,15 +186,25 @@ def _check_prompt(location: str, shape: str, prompt: Any) -> None:
         bad = [token for token in prompt if isinstance(token, bool) or not isinstance(token, int)]
         problem, fix = f"holds {bad[0]!r}" if bad else "", "give whole numbers"
     elif shape == "messages":
-        bad = [message for message in prompt if not _is_message(message)]
-        problem = f"hold {bad[0]!r}" if bad else ""
-        fix = 'write {"role": "user", "content": "..."}, both texts'
+        bad = [message for message in prompt if not isinstance(message, dict)]
+        problem, fix = f"hold {bad[0]!r}" if bad else "", WRITE_TURN
     if problem:
         raise UserError("IDLM-0436", f"{location}: {shape} {problem}", fix=fix)
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _check_turns(location: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError IDLM-0436 for a turn that a chat template would leave out or could not render."""
+    for message in messages:
+        role, problem, fix = message.get("role"), "", WRITE_TURN
+        if calls := [key for key in CALL_KEYS if message.get(key)]:
+            problem = f"a turn with {calls[0]}, which is not read here"
+            fix = f"leave {calls[0]} out, or send the conversation to idlm-serve, which reads tools and calls"
+        elif not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            problem = repr(message)
+        elif role not in ROLES:
+            problem, fix = f"a turn of the role {role!r}{did_you_mean(role, ROLES)}", f"use one of {ROLES}"
+        if problem:
+            raise UserError("IDLM-0436", f"{location}: messages hold {problem}", fix=fix)
 
 
 def _params(location: str, changes: Any, sampling: SamplingParams) -> SamplingParams:

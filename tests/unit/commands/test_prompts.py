@@ -50,6 +50,7 @@ def _refusal(path: Path, *lines: Any, **options: bool) -> UserError:
 
 
 USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
 
 @pytest.mark.parametrize("ids", [["a", "b", "a"], [7, 8, 7], ["7", 8, 7], [3, 8, None]])
@@ -73,11 +74,31 @@ def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) 
         ([USER, ANSWER, ANSWER], [USER]),
         ([USER, ANSWER, USER, ANSWER], [USER, ANSWER, USER]),
         ([USER, ANSWER, USER], [USER, ANSWER, USER]),
+        ([USER, CALL], [USER]),
     ],
 )
 def test_line_13_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: Any) -> None:
     [line] = _read(tmp_path / "in", {"messages": given}, drop_last_turn=True)
     assert line.prompt == kept
+
+
+@pytest.mark.parametrize(
+    ("turn", "problem", "fix"),
+    [
+        (CALL, "a turn with tool_calls, which is not read here", "send the conversation to idlm-serve"),
+        (CALL | {"content": "x"}, "a turn with tool_calls", "leave tool_calls out"),
+        ({"role": "usr", "content": "x"}, "a turn of the role 'usr'; did you mean 'user'?", "'assistant'"),
+        ({"role": "human", "content": "x"}, "a turn of the role 'human'", "'user'"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "'type': 'text'", "both texts"),
+    ],
+)
+def test_turns_that_a_template_would_leave_out_are_refused(
+    tmp_path: Path, turn: Any, problem: str, fix: str
+) -> None:
+    error = _refusal(tmp_path / "in", {"messages": [USER, turn, USER]})
+    assert (error.code, fix in error.fix) == ("IDLM-0436", True), error.fix
+    assert problem in error.message
+    assert _read(tmp_path / "in", {"messages": [USER, ANSWER | {"tool_calls": []}, USER]})
 
 
 def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
