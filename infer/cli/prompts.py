@@ -15,7 +15,7 @@ from idlm.contracts import RECORD_KEYS, SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
 from idlm.infer.cli.config import check_text
-from idlm.text.tokenizer import encode_messages
+from idlm.text.templates import render
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
@@ -258,11 +258,8 @@ def check_system(tokenizer: Any, system: str | None) -> None:
             fix="leave system= out, or add chat_template to the checkpoint's tokenizer_config.json",
         )
     turn = {"role": "user", "content": "x"}
-    rendered = [
-        encode_messages(tokenizer, [{"role": "system", "content": text}, turn])
-        for text in (system, f"{system}x")
-    ]
-    if rendered[0] == rendered[1]:
+    given = ([{"role": "system", "content": text}, turn] for text in (system, f"{system}x"))
+    if len({render(tokenizer, messages, open_turn=True) for messages in given}) == 1:
         raise UserError(
             "IDLM-0458",
             "the checkpoint's chat template leaves system prompts out",
