@@ -223,6 +223,15 @@ PHI: dict[str, Any] = STOCK | {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
+PHI3_MINI: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "partial_rotary_factor": None,
+    "rope_scaling": None,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
 GLM4: dict[str, Any] = STOCK | {
     "attention_bias": True,
     "eos_token_id": [151329, 151336, 151338],
@@ -236,6 +245,29 @@ GLM4: dict[str, Any] = STOCK | {
     "rope_theta": 10000.0,
     "vocab_size": 151552,
 }
+GEMMA3: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GEMMA3.pop("hidden_act")
+GEMMA3.pop("tie_word_embeddings")
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -261,6 +293,8 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phi-4-mini-instruct": ("Phi3ForCausalLM", "phi3", PHI),
     "GLM-4-9B-0414": ("Glm4ForCausalLM", "glm4", GLM4),
     "glm-4-9b-chat-hf": ("GlmForCausalLM", "glm", GLM4 | {"rms_norm_eps": 1.5625e-07}),
+    "gemma-3-1b-it": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
+    "Phi-3-mini-4k-instruct": ("Phi3ForCausalLM", "phi3", PHI | PHI3_MINI),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

@@ -51,13 +51,15 @@ class MoeSpec(Routing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherLayers:
-    """Layers that rotate in another way than the rest of a model."""
+    """Layers that rotate in another way than the rest of a model, or see a window."""
 
     numbers: Collection[int]
     """Counted from 0."""
     rope_inv_freq: tuple[float, ...]
     """As in `ModelSpec`; zeros rotate nothing."""
     rope_scaling: float = 1.0
+    window: int | None = None
+    """Positions that a row sees, its own the last; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class Variant:
     logit_divisor: float = 1.0
     is_interleaved: bool = False
     """Whether a rotated dimension is paired with the next one, not with the one half of them further."""
+    has_gelu: bool = False
+    """Whether the feed-forward part has GELU (by tanh) in place of SiLU."""
     others: OtherLayers | None = None
 
 

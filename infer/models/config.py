@@ -14,7 +14,7 @@ import torch
 
 from idlm.contracts import is_number
 from idlm.errors import UserError
-from idlm.infer.models.base import USUAL, ModelSpec, MoeSpec, Variant
+from idlm.infer.models.base import USUAL, ModelSpec, MoeSpec, OtherLayers, Variant
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -201,6 +201,19 @@ def rotated_dims(reader: ConfigReader, head_dim: int, default: float) -> int | N
         reader.problems.append(f"{what} (must come to an even number up to head_dim)")
         return None
     return None if size == head_dim else size
+
+
+def in_windows(spec: ModelSpec, window: int, numbers: Collection[int]) -> ModelSpec:
+    """The spec whose layers `numbers` see `window` positions; the same if that is all of them."""
+    if window >= spec.max_positions:
+        return spec
+    others = OtherLayers(
+        numbers=numbers,
+        rope_inv_freq=spec.rope_inv_freq,
+        rope_scaling=spec.rope_scaling,
+        window=window,
+    )
+    return replace(spec, variant=replace(spec.variant, others=others))
 
 
 def _is_positive(value: Any) -> bool:

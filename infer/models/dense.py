@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idlm.infer.models.base import (
@@ -177,8 +178,8 @@ class Layer(nn.Module, ABC):
 
 
 class DenseLayer(Layer):
-    """A layer with a SwiGLU; gate and up rows are stacked in `gate_up`. `fp8.quantise` replaces each of the
-    four matrices by an `Fp8Weight`."""
+    """A layer with a SwiGLU, or a GeGLU; gate and up rows are stacked in `gate_up`. `fp8.quantise` replaces
+    each of the four matrices by an `Fp8Weight`."""
 
     def __init__(self, spec: ModelSpec, shards: Shards, empty: MakeWeight) -> None:
         super().__init__(spec, shards, empty)
@@ -197,6 +198,10 @@ class DenseLayer(Layer):
         }
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
+        if self.spec.variant.has_gelu:
+            gate_RF, up_RF = self.project("gate_up", normed_RD, rows.gate_R, rows.linears).chunk(2, dim=-1)
+            hidden_RF = F.gelu(gate_RF, approximate="tanh") * up_RF
+            return self.project("down", hidden_RF, rows.gate_R, rows.linears)
         weight_ED, bias_E, lora = self.operands("gate_up", rows.gate_R)
         hidden_RF = rows.linears.swiglu(normed_RD, weight_ED, bias_E=bias_E, lora=lora)
         return self.project("down", hidden_RF, rows.gate_R, rows.linears)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -161,6 +162,9 @@ class Runner(PassRunner):
         self._trunk, self._cache, self.pool = model.trunk, cache, pool
         self._attention, self._stack = attention, stack
         self._heads = head_shape(model, cache.keys.dtype)
+        others = model.spec.variant.others
+        self._window = None if others is None else others.window
+        self._windowed = () if others is None else others.numbers
         self._scale = model.spec.score_scale
         logits_bytes = model.spec.vocab_size * model.dtype.itemsize
         self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
@@ -192,8 +196,15 @@ class Runner(PassRunner):
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
             return self._wanted(hidden_RD, plan, *sparse_pass.finish())
+        whole = make_plan(plan)
+        has_windows = self._window is not None and self._window < plan.max_slots
         kv = PagedKV(
-            cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
+            cache=self._cache,
+            slot_mapping_R=slot_mapping_R,
+            plan=whole,
+            scale=self._scale,
+            window_plan=make_plan(plan, window=self._window) if has_windows else None,
+            windowed=self._windowed,
         )
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
         return self._wanted(hidden_RD, plan, plan.logit_rows_X)
@@ -212,9 +223,15 @@ class Runner(PassRunner):
         )
 
     def _plan_attention(
-        self, block_table_BP: Tensor, plan: StepPlan, listed_B: Tensor | None = None, num_listed: int = 0
+        self,
+        block_table_BP: Tensor,
+        plan: StepPlan,
+        listed_B: Tensor | None = None,
+        num_listed: int = 0,
+        window: int | None = None,
     ) -> BackendPlan:
-        """The attention plan that layers share; with lists, `listed_B` (bool) see `num_listed` slots."""
+        """The attention plan that layers share, all or those with windows; with lists, `listed_B` (bool) see
+        `num_listed` slots."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -231,6 +248,7 @@ class Runner(PassRunner):
             listed_B=listed_B,
             num_listed=num_listed,
         )
+        rows = rows if window is None else rows.in_windows(window, plan.positions_R)
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
 
@@ -262,6 +280,9 @@ class PagedKV:
     slot_mapping_R: Tensor
     plan: BackendPlan
     scale: float
+    window_plan: BackendPlan | None = None
+    """Of the layers `windowed`; None: windows hide nothing."""
+    windowed: Collection[int] = ()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         return self.cache.layer(number)
@@ -273,4 +294,6 @@ class PagedKV:
         """All rows remain."""
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)
+        is_windowed = self.window_plan is not None and number in self.windowed
+        plan = self.window_plan if is_windowed and self.window_plan is not None else self.plan
+        return self.cache.attend(number, q_RNH, plan, scale=self.scale)

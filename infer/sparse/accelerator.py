@@ -98,8 +98,8 @@ class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. `heads`
     are those of one rank, `graphs` is the option of the user, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
-    together (`Routing.capacity`), so that each depends on all of them. `num_slots` of the KV pool, if the
-    user set its number of pages."""
+    together (`Routing.capacity`), so that each depends on all of them. `has_windows`: some layers see a
+    window, which no accelerator supports. `num_slots` of the KV pool, if the user set its number of pages."""
 
     decoder: str
     decoder_options: Mapping[str, Any]
@@ -116,6 +116,7 @@ class EngineSpec:
     deterministic: bool
     graphs: str
     routes_blocks: bool = False
+    has_windows: bool = False
     num_slots: int | None = None
 
 

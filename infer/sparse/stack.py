@@ -134,6 +134,8 @@ def stack_of(configs: Mapping[str, Any], spec: EngineSpec) -> AcceleratorStack:
     reason why they do not fit the engine or one another."""
     made = [ACCELERATORS.get(name)(config, spec) for name, config in configs.items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
+    if made and spec.has_windows:
+        reasons.append("some layers of the model see a window of positions")
     sides: dict[str, list[str]] = {}
     for each in made:
         sides.setdefault(each.side, []).append(each.name)

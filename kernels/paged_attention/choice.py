@@ -71,7 +71,8 @@ class Launch:
 class Walk:
     """What the compiled walk depends on. `block_h`: columns of a tile. `split_blocks`: blocks of the first
     fixed splits. `early`: the sum may launch as soon as the walk has, else after its loop. `num_listed`:
-    width of the lists, 0 if the layer has none. `sums_before`: it also leaves the sums before the block."""
+    width of the lists, 0 if the layer has none. `sums_before`: it also leaves the sums before the block.
+    `has_windows`: rows see no slot before `first_slots_R`."""
 
     block_m: int
     block_n: int
@@ -84,6 +85,7 @@ class Walk:
     early: bool
     num_listed: int
     sums_before: bool
+    has_windows: bool = False
 
 
 def choose_launch(

@@ -45,7 +45,7 @@ def attend_kernel(
     `scales`: of keys and values, None: they have none. `strides`: of rows and heads of the queries, of slots
     and heads of the caches, of rows and heads of the output."""
     q_RNH, k_cache_SKH, v_cache_SKH, o_RNH = tensors
-    block_table, limits_R, branch_starts_R, own_slots_R = rows_of
+    block_table, limits_R, branch_starts_R, own_slots_R, first_slots_R = rows_of
     stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head = strides
     K: tl.constexpr = SHAPE.num_kv_heads
     G: tl.constexpr = SHAPE.group
@@ -67,6 +67,11 @@ def attend_kernel(
     limits = tl.load(limits_R + rows, mask=sees, other=0).to(tl.int32)
     branches = tl.load(branch_starts_R + rows, mask=sees & (ends[1] < NO_SLOT), other=NO_SLOT).to(tl.int32)
     owns = tl.load(own_slots_R + rows, mask=sees, other=0).to(tl.int32)
+    firsts, low_first = limits, 0
+    if WALK.has_windows:
+        firsts = tl.load(first_slots_R + rows, mask=sees, other=NO_SLOT).to(tl.int32)
+        low_first = tl.min(firsts, 0)
+    ends = (ends[0], ends[1], ends[2], low_first)
     table = block_table + b.to(tl.int64) * stride_table
     start, stop = low, high
     if WALK.split_blocks:
@@ -101,7 +106,7 @@ def attend_kernel(
         pages = pages_of(table, slots, start, stop, ends, WALK)
     caches = (k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head)
     memory, first, share = (caches, table, stride_slot), (slots, pages), (start, stop, low)
-    step = (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends))
+    step = (walk, ends, (limits, branches, owns, low_limit, firsts), (last_before, row_ends))
     target = (my_part, (in_tile, kv_head))
     acc, total, highest, before = walk_blocks(
         q, memory, slot_list, first, share, step, parts, target, scale_log2, SHAPE, WALK

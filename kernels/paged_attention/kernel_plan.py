@@ -52,7 +52,7 @@ def tile_kernel(
     tiles where there is no maximum.
     FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
     NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one."""
-    cu_rows, limits_R, branch_starts_R, own_slots_R, starts_B, listed_B = rows_of
+    cu_rows, limits_R, branch_starts_R, own_slots_R, starts_B, listed_B, first_slots_R = rows_of
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
     starts = tl.load(cu_rows + sequences, mask=sequences <= num_sequences, other=0)
@@ -99,12 +99,17 @@ def tile_kernel(
     low_branch = tl.min(tl.where(has_branch, branches, NO_SLOT), 0)
     high_own = tl.max(tl.where(has_branch, owns, -1), 0)
 
-    num_below = (high_limit + BLOCK_N - 1) // BLOCK_N
-    end_block = tl.maximum((high_own + BLOCK_N) // BLOCK_N, num_below)
+    num_list_blocks, shift = 0, 0
+    if (first_slots_R is not None) and not FIXED:
+        # The walk begins where a row sees something.
+        firsts = tl.load(first_slots_R + rows, mask=is_fed, other=NO_SLOT).to(tl.int32)
+        shift = tl.minimum(tl.maximum(tl.min(firsts, 0), 0), tl.maximum(high_limit, 1) - 1)
+        shift = tl.minimum(shift, low_branch)
+    num_below = (high_limit - shift + BLOCK_N - 1) // BLOCK_N
+    end_block = tl.maximum((tl.maximum(high_own - shift, -1) + BLOCK_N) // BLOCK_N, num_below)
     if FIXED:
         num_below = end_block
-    branch_block = tl.minimum(tl.maximum(low_branch // BLOCK_N, num_below), end_block)
-    num_list_blocks, shift = 0, 0
+    branch_block = tl.minimum(tl.maximum((low_branch - shift) // BLOCK_N, num_below), end_block)
     if NUM_LISTED:
         # Listed slots are distinct and lie before the block.
         num_list_blocks = (tl.minimum(block_start, NUM_LISTED) + BLOCK_N - 1) // BLOCK_N

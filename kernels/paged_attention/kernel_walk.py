@@ -44,14 +44,18 @@ def slots_of(listed, i, walk, WALK: tl.constexpr):
     slots = block * WALK.block_n + tl.arange(0, WALK.block_n)
     if WALK.num_listed:
         slots = tl.where(i < num_list_blocks, listed, slots + shift)
+    if WALK.has_windows:
+        slots += shift
     return slots
 
 
 @triton.jit
 def is_seen(slots, ends, WALK: tl.constexpr):
     """Whether some row of the tile sees the slot."""
-    high_limit, low_branch, high_own = ends
+    high_limit, low_branch, high_own, low_first = ends
     below = slots < high_limit
+    if WALK.has_windows:
+        below &= slots >= low_first
     if WALK.num_listed:
         below &= slots >= 0
     return below | ((slots >= low_branch) & (slots <= high_own))
@@ -65,9 +69,11 @@ def pages_of(table, slots, i, stop, ends, WALK: tl.constexpr):
 
 
 @triton.jit
-def hide(scores, slots, limits, branches, owns):
+def hide(scores, slots, limits, branches, owns, firsts, WALK: tl.constexpr):
     """Scores with -inf where a row does not see a slot."""
     below = slots[None, :] < limits[:, None]
+    if WALK.has_windows:
+        below &= slots[None, :] >= firsts[:, None]
     branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
     return tl.where(below | branch, scores, float("-inf"))
 
@@ -119,7 +125,7 @@ def walk_blocks(
     start, stop, low = share
     walk, ends, bounds, before_ends = step
     num_below, branch_block, num_list_blocks, shift = walk
-    limits, branches, owns, low_limit = bounds
+    limits, branches, owns, low_limit, firsts = bounds
     last_before, row_ends = before_ends
     my_part, of_tile = target
     K: tl.constexpr = SHAPE.num_kv_heads
@@ -156,13 +162,13 @@ def walk_blocks(
         block = tl.where(i < num_below, i, i - num_below + branch_block)
         first_slot = block * BLOCK_N + shift
         is_list = i < num_list_blocks
-        if ((first_slot + BLOCK_N > low_limit) | is_list) & (not is_full):
+        if ((first_slot + BLOCK_N > low_limit) | is_list | WALK.has_windows) & (not is_full):
             indices = first_slot + tl.arange(0, BLOCK_N)
             if WALK.num_listed:
                 # All rows see what is listed.
                 here = listed_of(slot_list, i, stop, walk, WALK)
                 indices = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), indices)
-            scores = hide(scores, indices, limits, branches, owns)
+            scores = hide(scores, indices, limits, branches, owns, firsts, WALK)
         if WALK.sums_before:  # noqa: SIM102
             if i == last_before:
                 indices = first_slot + tl.arange(0, BLOCK_N)

@@ -77,14 +77,14 @@ def _attend(
     rows, shape, launch = plan.rows, plan.shape, plan.launch
     grid = (plan.num_items * shape.num_kv_heads,)
     q_RNH, k_cache_SKH, _, o_RNH = tensors
-    read = (tensors, (rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R), plan.items)
+    of_rows = (rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R)
     strides = (*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2])
     sizes = (scale * LOG2_E, strides, rows.block_table.stride(0))
     if before is None and scales is None and lists_BKC is None and has_groups(plan):
         from idlm.kernels.paged_attention import kernel_hopper
 
         kernel_hopper.attend_kernel[grid](
-            *(*read, plan.parts, *sizes),
+            *(tensors, of_rows, plan.items, plan.parts, *sizes),
             SHAPE=shape,
             PAGE=rows.page_size,
             WORKER_REGISTERS=kernel_hopper.REGISTERS,
@@ -105,9 +105,10 @@ def _attend(
         early=launch.early and plan.num_split > 0,
         num_listed=0 if lists_BKC is None else rows.num_listed,
         sums_before=before is not None,
+        has_windows=rows.first_slots_R is not None,
     )
     attend_kernel[grid](
-        *(*read, scales, lists_BKC, before, plan.parts, *sizes),
+        *(tensors, (*of_rows, rows.first_slots_R), plan.items, scales, lists_BKC, before, plan.parts, *sizes),
         SHAPE=shape,
         WALK=walk,
         num_warps=launch.warps,
@@ -121,6 +122,7 @@ def has_groups(plan: TritonPlan) -> bool:
     shape, launch = plan.shape, plan.launch
     return (
         launch.two_groups
+        and plan.rows.first_slots_R is None
         and (launch.block_m, launch.block_n, launch.split_slots) == (128, 64, 0)
         and shape.head_dim == 128
         and shape.dtype != torch.float32

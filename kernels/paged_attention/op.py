@@ -61,6 +61,7 @@ def plan_attention(
     parameters (`choice.Launch`)."""
     is_whole = rows.listed_B is None or (rows.starts_B is not None and rows.num_listed > 0)
     assert is_whole, f"listed_B needs starts_B and the width of lists: {rows.num_listed=}"
+    assert rows.first_slots_R is None or rows.starts_B is None, "windows do not go with blocks that see lists"
     return _module(backend).plan(rows, shape, deterministic=deterministic, launch=launch)
 
 

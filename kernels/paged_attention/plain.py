@@ -66,6 +66,8 @@ def plan(
     given, num_rows = rows, int(rows.cu_rows[-1])
     names = ("own_slots_R", "limits_R", "branch_starts_R")
     rows = replace(rows, **{name: getattr(rows, name)[:num_rows] for name in names})
+    if rows.first_slots_R is not None:
+        rows = replace(rows, first_slots_R=rows.first_slots_R[:num_rows])
     if num_rows == 0:
         return AttentionPlan(rows=given, num_rows=0, groups=(), unpad_R=None)
     rows_R = torch.arange(num_rows, device=rows.cu_rows.device)
@@ -117,7 +119,9 @@ def _lone_rows(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[_Group, .
         row_1 = torch.tensor([row], device=sequence_R.device)
         own, limit, start = (int(one[row]) for one in (rows.own_slots_R, rows.limits_R, rows.branch_starts_R))
         slots_s = torch.arange(max(own + 1, limit), device=sequence_R.device)
-        slots_s = slots_s[(slots_s < limit) | ((slots_s >= start) & (slots_s <= own))]
+        first = 0 if rows.first_slots_R is None else int(rows.first_slots_R[row])
+        is_below_s = (slots_s >= first) & (slots_s < limit)
+        slots_s = slots_s[is_below_s | ((slots_s >= start) & (slots_s <= own))]
         pages_s = rows.block_table[sequence][slots_s // rows.page_size]
         groups.append(
             _Group(
@@ -166,7 +170,10 @@ def _rectangle(
     slots_s = torch.arange(num_slots, device=device)
     visible_bms = slots_s >= rows.branch_starts_R[rows_bm][:, :, None]
     visible_bms &= slots_s <= rows.own_slots_R[rows_bm][:, :, None]
-    visible_bms |= slots_s < rows.limits_R[rows_bm][:, :, None]
+    below_bms = slots_s < rows.limits_R[rows_bm][:, :, None]
+    if rows.first_slots_R is not None:
+        below_bms &= slots_s >= rows.first_slots_R[rows_bm][:, :, None]
+    visible_bms |= below_bms
     pages_bs = rows.block_table[sequences_b][:, slots_s // rows.page_size]
     physical_bs = pages_bs * rows.page_size + slots_s % rows.page_size
     # A slot that no row sees may hold NaN, and 0 * NaN is NaN: gather a visible slot in its place.

@@ -8,8 +8,9 @@ and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit
 splits), 14 its tile, 15 number of items of the tile, 16 its part; where every split is a part, 16 is the
 number that split 0 would have. Of a tile that sees lists, 3 and 17 are the number of its blocks of the list,
 and 18 is what turns positions of its walk after them into slots; 19 is the first slot of the block, 0 if the
-tile sees lists. 20 to 23 of the n-th record belong to the n-th tile with several items: 20 number of rows (0:
-there is none), 21 first row, 22 first part, 23 number of parts.
+tile sees lists. With windows 18 does so for all positions of the walk. 20 to 23 of the n-th record belong to
+the n-th tile with several items: 20 number of rows (0: there is none), 21 first row, 22 first part, 23 number
+of parts.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
@@ -165,7 +166,10 @@ def _write_tiles(plan: TritonPlan, tile_rows: int, min_rows: int, max_rows: int)
     num_sequences = rows.block_table.shape[0]
     listed_B = None if rows.listed_B is None else rows.listed_B.view(torch.uint8)
     tile_kernel[(plan.num_tiles,)](
-        (rows.cu_rows, rows.limits_R, rows.branch_starts_R, rows.own_slots_R, rows.starts_B, listed_B),
+        (
+            *(rows.cu_rows, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
+            *(rows.starts_B, listed_B, rows.first_slots_R),
+        ),
         *(plan.tiles, num_sequences, rows.own_slots_R.shape[0], rows.max_rows.bit_length()),
         *(min_rows, max_rows),
         NUM_LISTED=0 if rows.listed_B is None else rows.num_listed,

@@ -5,7 +5,7 @@ W positions of a block, C listed slots."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ import torch
 class AttentionRows:
     """Rows of a pass, all tensors int64 on one device; slots are LOGICAL slots of the row's own sequence.
 
-    Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all.
+    Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all;
+    in layers with windows, of the first range what is not before `first_slots_R[r]`.
     In layers with lists, a row of a listed sequence whose own slot is not before the sequence's block sees
     the list of its KV head and `[starts_B[b], limits_R[r])` instead."""
 
@@ -42,6 +43,17 @@ class AttentionRows:
     """bool [B]; which sequences see lists. Such rows have layers with lists, others exact layers."""
     num_listed: int = 0
     """C, the width of the lists."""
+    first_slots_R: torch.Tensor | None = None
+    """The window's first slot of each row, may be negative; such rows have no lists."""
+
+    def in_windows(self, window: int, positions_R: torch.Tensor) -> AttentionRows:
+        """The same rows in layers where each sees `window` positions, its own the last. What lies before a
+        branch is stored at its position, and positions of a branch follow one another."""
+        return replace(
+            self,
+            first_slots_R=positions_R - (window - 1),
+            branch_starts_R=torch.maximum(self.branch_starts_R, self.own_slots_R - (window - 1)),
+        )
 
 
 class BeforeBlock(NamedTuple):

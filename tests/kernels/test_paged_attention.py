@@ -48,7 +48,13 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def compiled_layer(
-    launch: Any, *, num_rows: int, context: int, num_listed: int = 0, is_before: bool = False
+    launch: Any,
+    *,
+    num_rows: int,
+    context: int,
+    num_listed: int = 0,
+    is_before: bool = False,
+    window: int | None = None,
 ) -> dict[str, Any]:
     """The kernels of the plan and of one layer of one sequence, by name, for sm_90; needs no GPU."""
     from tests.kernels.hopper_compiler import compiled_launches
@@ -64,6 +70,7 @@ def compiled_layer(
         listed_B=on_meta(1, dtype=torch.bool) if num_listed else None,
         num_listed=num_listed,
     )
+    rows = rows if window is None else rows.in_windows(window, rows.own_slots_R)
     cache = on_meta(context, 8, 128, dtype=torch.bfloat16)
     sums = on_meta(num_rows, 32, dtype=torch.float32)
 
@@ -82,15 +89,16 @@ def compiled_layer(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("max_rows", "max_slots", "deterministic", "num_listed"),
+    ("max_rows", "max_slots", "deterministic", "num_listed", "window"),
     [
-        (7, 2048, False, 0),
-        (1, 2048, True, 0),
-        (32, 65536, False, 1024),
+        (7, 2048, False, 0, None),
+        (7, 2048, False, 0, 512),
+        (1, 2048, True, 0, None),
+        (32, 65536, False, 1024, None),
     ],
 )
 def test_the_walk_compiles_for_hopper(
-    max_rows: int, max_slots: int, deterministic: bool, num_listed: int
+    max_rows: int, max_slots: int, deterministic: bool, num_listed: int, window: int | None
 ) -> None:
     """Copies of 16 bytes, several blocks ahead, and enough memory for the programs of a multiprocessor."""
     pytest.importorskip("triton")
@@ -100,7 +108,7 @@ def test_the_walk_compiles_for_hopper(
     is_tall = max_rows == 32
     assert (launch.block_m, launch.warps) == ((128, 8) if is_tall else (launch.block_m, 4))
     assert launch.programs_per_sm == (1 if max_slots > 2048 else 2)
-    lists = {"num_listed": num_listed, "is_before": is_tall}
+    lists = {"num_listed": num_listed, "is_before": is_tall, "window": window}
     result = compiled_layer(launch, num_rows=max_rows, context=max_slots, **lists)["attend_kernel"]
     assert launch.programs_per_sm * (result.shared_bytes + 1024) <= MAX_SHARED_BYTES
     ptx = result.ptx
@@ -222,6 +230,7 @@ def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
         replace(SMALL, dtype=torch.float64),
         padding=0,
         seed=seed,
+        window=(None, 7)[seed % 2],
     )
     expected = paged_attention_reference(
         case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, rows=case.rows, scale=SCALE
@@ -229,10 +238,11 @@ def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
     torch.testing.assert_close(dense(case, torch.float64), expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 7, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_torch_back_end_with_padding_and_a_given_output(dtype: torch.dtype) -> None:
+def test_the_torch_back_end_with_padding_and_a_given_output(dtype: torch.dtype, window: int | None) -> None:
     shape = replace(SMALL, dtype=dtype)
-    case = build([steady(20), [], causal(3, 30), tree(9)], shape, padding=4)
+    case = build([steady(20), [], causal(3, 30), tree(9)], shape, padding=4, window=window)
     plan = plan_attention(case.rows, shape)
     assert plan.backend == "torch", "what is measured is made the default, not what is hoped"
     out = torch.full((*case.q_RNH.shape[:2], 24), 7, dtype=dtype)[..., :16]

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.errors import UserError
 from idlm.infer.distributed.launcher import TensorParallelGroup
+from idlm.infer.models.loader import read_outline
+from idlm.infer.mosaic.canvas_runner import resolve_canvases
+from idlm.infer.settings import EngineSettings
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import answers, build_engine, clear_answers, greedy, prompts_of
@@ -60,6 +65,26 @@ VARIANTS |= {
     "glm4": ("Glm4", {**PHI, "head_dim": 12, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}),
     "glm": ("Glm", {**PHI, "head_dim": 8, "attention_bias": False}),
 }
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {**PHI, "head_dim": 10, "query_pre_attn_scalar": 17, "num_key_value_heads": 2}
+SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0}
+VARIANTS |= {
+    "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window": 7, "layer_types": KINDS}),
+    "gemma3-scaled": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "sliding_window": 3,
+            "rope_parameters": {
+                "full_attention": SCALED,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+        },
+    ),
+    "phi3-window": ("Phi3", {**PHI, "sliding_window": 11}),
+}
 ENUMERABLE = {"vocab_size": harness.VOCAB, "num_hidden_layers": 2}
 """What makes a variant one whose law can be enumerated."""
 
@@ -69,7 +94,8 @@ def variants() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, (family, fields) in VARIANTS.items():
             patch.setitem(CASES, name, (family, fields))
-            patch.setitem(CASES, f"{name}-law", (family, fields | ENUMERABLE))
+            kinds = {"layer_types": KINDS[:2]} if "layer_types" in fields else {}
+            patch.setitem(CASES, f"{name}-law", (family, fields | ENUMERABLE | kinds))
         yield
 
 
@@ -165,3 +191,12 @@ def test_two_ranks_answer_as_one(name: str, written: Any, pair: TensorParallelGr
     found = both.generate(prompts, greedy(max_tokens=8))
     assert answers(found) == answers(one)
     assert [each.accepted_by_position for each in found] == [each.accepted_by_position for each in one]
+
+
+def test_accelerators_and_canvases_refuse_what_they_do_not_compute(written: Any) -> None:
+    with pytest.raises(UserError, match="IDLM-0460.*(\n.*)*see a window of positions"):
+        build_engine(written("gemma3"), "ar", accelerators="quest")
+    outline = read_outline(written("olmo2"))
+    policy = KVWritePolicy(kind="none")
+    with pytest.raises(UserError, match="IDLM-0471.*are not those of Llama"):
+        resolve_canvases(EngineSettings(memory="mosaic"), policy, outline, ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def save_reference(name: str, directory: Path, dtype: torch.dtype = torch.float3
     torch.manual_seed(sum(map(ord, name)))
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
@@ -140,10 +141,15 @@ class PagedSession:
                 max_slots=max(lengths),
             )
         )
-        scale = self.model.spec.score_scale
+        scale, others = self.model.spec.score_scale, self.model.spec.variant.others
+        window_plan = None
+        if others is not None and others.window is not None:
+            window_plan = plan_attention(plan.rows.in_windows(others.window, slots))
 
         ids = torch.tensor([token for chunk in chunks for token in chunk])
         kv = PagedKV(cache=self.cache, slot_mapping_R=physical_R, plan=plan, scale=scale)
+        if others is not None:
+            kv = replace(kv, window_plan=window_plan, windowed=others.numbers)
         logits = self.model.trunk.logits(self.model.trunk(ids, slots, kv))
         assert logits.dtype == self.model.dtype
         self.lengths = [n + kept for n, kept in zip(self.lengths, num_kept or counts, strict=True)]

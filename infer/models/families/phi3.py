@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from idlm.checkpoint import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
-from idlm.infer.models.config import LONG_ROPE, ConfigReader, dense_spec, rotated_dims
+from idlm.infer.models.config import LONG_ROPE, ConfigReader, dense_spec, in_windows, rotated_dims
 from idlm.infer.models.families.llama import EARLY_ROPE_THETA
 
 
@@ -27,16 +27,12 @@ class Phi3(Family):
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         positions = reader.integer("max_position_embeddings", 4096, maximum=float("inf"))
-        window = config.get("sliding_window")
-        if window is not None and reader.integer("sliding_window") < positions:
-            reader.problems.append(
-                f"sliding_window={window!r} (supported: null, or all {positions} positions)"
-            )
+        window = reader.integer("sliding_window", positions, maximum=float("inf"))
         width, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
         rotary_dim = rotated_dims(reader, reader.integer("head_dim", max(1, width // heads)), 1.0)
         reader.check()
         own = {"max_position_embeddings": positions, "original_max_position_embeddings": 4096}
-        return dense_spec(
+        spec = dense_spec(
             own | _current(config),
             qkv_bias=False,
             o_bias=False,
@@ -45,6 +41,7 @@ class Phi3(Family):
             rotary_dim=rotary_dim,
             reads=(LONG_ROPE,),
         )
+        return in_windows(spec, int(window), range(spec.num_layers))
 
 
 def _current(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Qwen2 and Qwen2.5 (biases on queries, keys and values, always), Qwen3 (norms on each head of queries and
-keys, `head_dim` independent of the width), and Qwen3 with experts (softmax router)."""
+keys, `head_dim` independent of the width), Qwen3 with experts (softmax router), and Fast-dLLM v2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,30 @@ class Qwen2(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         return dense_spec(config, qkv_bias=True, o_bias=False)
+
+
+@FAMILIES.register("Fast_dLLM_QwenForCausalLM")
+class FastDllm(Qwen2):
+    """Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5's tensors, decoded in blocks of the config's `bd_size`; every
+    row predicts the next token, the last row of the clean block before the first token of a block."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("Fast_dLLM_Qwen",)
+    causality: ClassVar[str] = "block"
+    mask_token_id: ClassVar[int | None] = 151_665
+    """Written |<MASK>|; in Qwen3's tokenizer this id is <tool_response>."""
+    stop_token_ids: ClassVar[tuple[int, ...]] = (151_645,)
+
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        reader = ConfigReader(config)
+        reader.require("bd_size")
+        reader.check()
+        return super().spec(config)
+
+    @classmethod
+    def block_size(cls, config: dict[str, Any]) -> int:
+        size: int = config["bd_size"]
+        return size
 
 
 @FAMILIES.register("Qwen3ForCausalLM")

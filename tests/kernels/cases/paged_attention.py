@@ -81,8 +81,9 @@ def build(
     device: str = "cpu",
     spare_rows: int = 0,
     spare_slots: int = 0,
+    window: int | None = None,
 ) -> Case:
-    """A case of sequences on scattered pages. `spare_*`: how far the host's bounds exceed the true values."""
+    """A case on scattered pages. `spare_*`: how far the host's bounds exceed the truth; `window` of rows."""
     generator = torch.Generator().manual_seed(seed)
     tops = [max((max(own + 1, limit) for own, limit, _ in rows), default=0) for rows in sequences]
     num_pages = [-(-top // page_size) for top in tops]
@@ -104,6 +105,7 @@ def build(
         max_rows=max(map(len, sequences), default=0) + spare_rows,
         max_slots=max(tops, default=0) + spare_slots,
     )
+    rows = rows if window is None else in_windows(rows, window)
     num_slots = (sum(num_pages) + 1) * page_size
     caches = []
     for salt in (1, 2):
@@ -131,6 +133,12 @@ def build(
     )
 
 
+def in_windows(rows: AttentionRows, window: int) -> AttentionRows:
+    """Positions of a branch follow what is before it."""
+    own, start = rows.own_slots_R, rows.branch_starts_R
+    return rows.in_windows(window, torch.where(start > own, own, rows.limits_R + own - start))
+
+
 def visible(rows: AttentionRows, b: int) -> tuple[Tensor, Tensor]:
     """Logical slots that each row of sequence b sees [m, s], and their physical slots [s]."""
     start, end = int(rows.cu_rows[b]), int(rows.cu_rows[b + 1])
@@ -140,7 +148,10 @@ def visible(rows: AttentionRows, b: int) -> tuple[Tensor, Tensor]:
     num_slots = int(torch.maximum(own + 1, limit).max()) if end > start else 0
     slots_s = torch.arange(num_slots, device=rows.cu_rows.device)
     physical_s = rows.block_table[b, slots_s // rows.page_size] * rows.page_size + slots_s % rows.page_size
-    return (slots_s < limit) | ((slots_s >= first) & (slots_s <= own)), physical_s
+    below_ms = slots_s < limit
+    if rows.first_slots_R is not None:
+        below_ms &= slots_s >= rows.first_slots_R[start:end, None]
+    return below_ms | ((slots_s >= first) & (slots_s <= own)), physical_s
 
 
 def dense(case: Case, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ from tests.kernels.cases.paged_attention import (
     SCALE,
     Case,
     Row,
+    block,
     branch,
     build,
     causal,
@@ -71,6 +72,16 @@ def check(case: Case, tunables: Launch | None = None) -> None:
 @pytest.mark.parametrize("tunables", [TINY, FIXED])
 def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
+
+
+@pytest.mark.sweep_but(1)
+@pytest.mark.parametrize("tunables", [TINY, MANY, FIXED])
+@pytest.mark.parametrize("window", [13, 1, 40])
+def test_windows(window: int, tunables: Launch) -> None:
+    """What no row sees is poisoned, before the windows too."""
+    sequences = [*MIXED, causal(60, 30), block(36, 9)]
+    case = build(sequences, SMALL, window=window)
+    check(case, tunables)
 
 
 @pytest.mark.sweep

@@ -64,7 +64,8 @@ def visible_slots(
         listed = [slot for slot in lists_BKC[b, head].tolist() if slot >= 0]
         visible = [*listed, *range(int(rows.starts_B[b]), limit)]
     else:
-        visible = sorted({*range(limit), *range(int(rows.branch_starts_R[row]), own + 1)})
+        first = 0 if rows.first_slots_R is None else max(0, int(rows.first_slots_R[row]))
+        visible = sorted({*range(first, limit), *range(int(rows.branch_starts_R[row]), own + 1)})
     assert visible, f"row sees nothing: {row=} {limit=} {own=}"
     return visible
 
