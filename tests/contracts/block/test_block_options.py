@@ -60,8 +60,11 @@ def compare(engine: Engine, slow: Slow, options: dict[str, Any], without: dict[s
 
 @pytest.mark.sweep_but(1)
 @pytest.mark.decides
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(("options", "shifted"), [(EDITS[0], False), (EDITS[1], False), (EDITS[2], True)])
+@pytest.mark.parametrize(
+    ("options", "shifted", "way"),
+    [*((EDITS[0], False, way) for way in WAYS), (EDITS[1], False, WAYS[1]), (EDITS[2], True, WAYS[-1])],
+    ids=str,
+)
 def test_edits_equal_a_slow_decoder(
     toys: dict[bool, Path],
     slow: Slow,

@@ -71,7 +71,7 @@ def test_all_arms_have_the_flops_of_the_control() -> None:
 
 @pytest.mark.sweep
 def test_a_toy_run_leaves_records(tmp_path: Path) -> None:
-    small = ["size=toy", "device=cpu", "base_steps=16", "num=2", "batch=4", "max_tokens=8"]
+    small = ["size=toy", "device=cpu", "base_steps=4", "num=1", "batch=4", "max_tokens=8"]
     options = [f"folder={tmp_path / 'runs'}", f"results={tmp_path}"]
     assert study.measure(["arms=base,idlm_4", *small, *options]) == 0
     records = read_records(tmp_path)

@@ -156,7 +156,7 @@ def byte_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_an_answer_has_one_text(byte_engine: Engine, seed: int) -> None:
     """Streamed, whole, and searched for stop strings, although many bytes are not valid UTF-8."""
     params = SamplingParams(max_tokens=80, seed=seed)

@@ -28,8 +28,7 @@ def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
     return SteadyTrace(model, arm, load, synthetic_trace(8))
 
 
-@pytest.mark.parametrize("commit", ["clean", "unfrozen"])
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(("commit", "graphs"), [("clean", True), ("unfrozen", False)])
 def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: bool) -> None:
     """Over a window; without waits, rows requested differ from those implied by where the window begins."""
     arm = EvictionArm(name="focus", stride=8, alpha=1.5, commit=commit, graphs=graphs)

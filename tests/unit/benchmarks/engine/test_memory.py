@@ -201,11 +201,10 @@ def loaded_model(tensors: Mapping[str, Tensor], names: TensorNames) -> NativeMod
     return model
 
 
-@pytest.mark.parametrize("is_shifted", [False, True])
-def test_native_arms_propose_the_same(is_shifted: bool) -> None:
+def test_native_arms_propose_the_same() -> None:
     model = random_native(model_spec("tiny_llada"), device=CPU, dtype=torch.float32)
     canvas = random_canvas(12, 0.5, vocab=128, mask_id=127, device=CPU)
-    arms = [NativeArm(arm, model, is_shifted=is_shifted, backend="eager") for arm in NATIVE_ARMS]
+    arms = [NativeArm(arm, model, is_shifted=True, backend="eager") for arm in NATIVE_ARMS]
     (tokens_M, confidence_M), *others = (arm.propose(canvas) for arm in arms)
     for tokens, confidence in others:
         assert torch.equal(tokens, tokens_M)
