@@ -88,8 +88,8 @@ class AdapterSpec:
             raise UserError(
                 "IDLM-0610",
                 f"{path} does not describe a plain LoRA: {', '.join(problems)}",
-                fix=f"use an adapter that idlm-train wrote: peft_type LORA, r up to {MAX_RANK}, lora_alpha, "
-                "target_modules as a list, and no variant of LoRA switched on",
+                fix=f"use a plain LoRA: peft_type LORA, r up to {MAX_RANK}, lora_alpha, target_modules as a "
+                "list, bias none, and no variant switched on",
             )
         base_path = content.get("base_model_name_or_path")
         return cls(

@@ -47,7 +47,7 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
             f"{directory} is a LoRA that is not gated ({SEMANTICS_FILE} with gated=true is missing): it was "
             "trained on all rows, and on MASK rows alone it would compute something else",
             fix="merge it into its base with peft's merge_and_unload, or train a gated one with idlm-train "
-            "adapter.rank=...",
+            "adapter.rank=...; one of others that is gated is imported by idlm-import",
         )
     files = dict.fromkeys(weights.tensor_names(directory / WEIGHTS_FILE), directory / WEIGHTS_FILE)
     path = base or spec.base_path
@@ -82,7 +82,8 @@ def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> No
         raise UserError(
             "IDLM-0613",
             f"the tensors of {adapter.directory} do not fit {ADAPTER_CONFIG} and base; {'; '.join(problems)}",
-            fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export",
+            fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export, or give base= the "
+            "base that they were trained on",
         )
 
 

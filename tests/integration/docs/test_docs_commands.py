@@ -25,6 +25,7 @@ from idlm.cli.help import describe
 from idlm.config.compose import compose, recipes
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.generate import generate
+from idlm.infer.cli.import_adapter import ImportConfig
 from idlm.infer.clients.bench import with_brackets
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.evaluation.config import EvaluateConfig
@@ -126,7 +127,18 @@ def with_small_model(words: list[str]) -> list[str]:
 
 
 def test_every_program_is_known_to_these_tests() -> None:
-    known = {"idlm-train", "idlm-generate", "idlm-eval", *CLIENTS, "make", "pip", "python", "echo", *OTHERS}
+    known = {
+        "idlm-train",
+        "idlm-generate",
+        "idlm-eval",
+        "idlm-import",
+        *CLIENTS,
+        "make",
+        "pip",
+        "python",
+        "echo",
+        *OTHERS,
+    }
     assert not [shown(each) for each in EVERY if each not in LAUNCHES and program(each) not in known]
     assert len(named("idlm-train")) > 5 and len(named("idlm-generate")) > 5 and len(named("idlm-eval")) > 2
 
@@ -178,6 +190,12 @@ def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) ->
         return
     assert run_evaluation([*arguments, "num=1", "sampling.max_tokens=2", "device=cpu"]) == 0
     assert "exact-match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", named("idlm-import"), ids=shown)
+def test_idlm_import_understands(command: Command) -> None:
+    config = compose("import", ImportConfig, command.words[1:])
+    assert config.model and config.output_dir
 
 
 @pytest.mark.parametrize("command", named(*CLIENTS), ids=shown)

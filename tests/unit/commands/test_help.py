@@ -36,14 +36,14 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
 from idlm.infer.cli import generate
-from idlm.infer.cli import serve
+from idlm.infer.cli import import_adapter, serve
 from idlm.infer.evaluation import evaluate
 from idlm.infer.clients import bench, chat
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]
     mains = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-serve": serve}}
-    mains |= {{"idlm-chat": chat, "idlm-bench": bench}}
+    mains |= {{"idlm-chat": chat, "idlm-bench": bench, "idlm-import": import_adapter}}
     status = mains[name].main() if name in mains else main()
     loaded = [module for module in {HEAVY} if module in sys.modules]
     assert not loaded, (name, arguments, loaded)
@@ -70,6 +70,7 @@ def test_help_typos_and_missing_keys_do_not_import_torch() -> None:
         ("idlm-serve", ["port=8001"]),
         ("idlm-chat", ["url=http://127.0.0.1:1", "device=cpu"]),
         ("idlm-bench", ["concurrency=1,2"]),
+        *(("idlm-import", [argument]) for argument in ("-h", "--version", "typo=1", "model=x")),
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(lines)],

@@ -1,0 +1,241 @@
+"""`idlm-import`: makes a LoRA of others, a PEFT folder, one that decoder `isd` runs on its base.
+
+PEFT's config has no word on whether the LoRA changes MASK rows alone, what these are fed, and its stride in
+training: options have. Modules that import torch are imported inside functions, as in `generate.py`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from idlm.cli import command
+from idlm.cli.help import CommandHelp, print_help
+from idlm.config.schema import option
+from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "uno_qwen3_8b": {
+        "gated": True,
+        "stride": 16,
+        "noise_range": [1, 151_669],
+        "acceptance": [0.78] * 15,
+    },
+    "idlm_qwen3_8b": {"gated": True, "stride": 4, "mask_token_id": 151_669},
+}
+"""What the authors' code does with s-sahoo/uno-qwen3-8B, and with yifanyu/I-DLM-8B-lora-r128."""
+SAFETENSORS, PICKLES = "adapter_model*.safetensors", "adapter_model*.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """`idlm-import`."""
+
+    model: str | None = option("folder with adapter_config.json, there or below", None, is_path=True)
+    base: str | None = option(
+        "directory of the base model; null: model itself, or the path in adapter_config.json",
+        None,
+        is_path=True,
+    )
+    output_dir: str | None = option("folder of the adapter that idlm runs", None, is_path=True)
+    preset: str | None = option(f"values of the keys below: {', '.join(PRESETS)}; null: none", None)
+    gated: bool | None = option("true: the adapter was trained to change MASK rows alone", None)
+    stride: int | None = option("largest stride that it was trained for", None)
+    mask_token_id: int | None = option("the token that MASK rows are fed", None)
+    noise_range: list[int] = option("[low, high) of the random ids that they are fed in its place", [])
+    acceptance: list[float] = option(
+        "first guess of how often the draft at each position is accepted once those before it were", []
+    )
+
+
+HELP = CommandHelp(
+    name="idlm-import",
+    usage="model=PATH base=PATH output_dir=PATH preset=NAME | gated=true stride=N ...",
+    summary="Makes a LoRA of others (PEFT) one that idlm runs on its base, after checks against the base.",
+    examples=(
+        "idlm-import model=uno-qwen3-8B base=Qwen3-8B output_dir=outputs/uno preset=uno_qwen3_8b",
+        "idlm-import model=lora base=Qwen3-8B output_dir=outputs/lora gated=true stride=4 "
+        "mask_token_id=151669",
+    ),
+    keys=("model", "base", "output_dir", "preset"),
+)
+
+
+def main() -> int:
+    return command.run(import_adapter)
+
+
+def import_adapter(arguments: list[str]) -> int:
+    if command.has_help_flag(arguments):
+        return print_help(HELP, ImportConfig, arguments)
+    from idlm.config.compose import compose
+
+    config = _complete(compose("import", ImportConfig, arguments))
+    print(import_to(config))
+    return 0
+
+
+def _complete(config: ImportConfig) -> ImportConfig:
+    """With the values of the preset, where none are given. UserError IDLM-0620 for what is missing."""
+    if config.preset is not None and config.preset not in PRESETS:
+        hint = did_you_mean(config.preset, PRESETS)
+        raise UserError(
+            "IDLM-0620",
+            f"preset={config.preset!r} is not one of {', '.join(PRESETS)}{hint}",
+            fix="give one of them, or the keys themselves",
+        )
+    preset = dict(PRESETS.get(config.preset or "", {}))
+    if config.mask_token_id is not None or config.noise_range:
+        # What is given takes the place of the other kind too.
+        preset = {key: value for key, value in preset.items() if key not in ("mask_token_id", "noise_range")}
+    config = replace(
+        config, **{key: value for key, value in preset.items() if getattr(config, key) in (None, [])}
+    )
+    missing = [name for name in ("model", "output_dir", "gated", "stride") if getattr(config, name) is None]
+    if config.mask_token_id is None and not config.noise_range:
+        missing.append("mask_token_id or noise_range")
+    if missing:
+        raise UserError(
+            "IDLM-0620",
+            f"PEFT's config does not say everything: {', '.join(missing)} is missing",
+            fix=f"give {', '.join(f'{name}=...' for name in missing)}, or preset={' or '.join(PRESETS)}",
+        )
+    if not config.gated:
+        raise UserError(
+            "IDLM-0620",
+            "gated=false: the adapter changes every row, and idlm runs adapters on MASK rows alone",
+            fix="merge it into its base with peft's merge_and_unload, and decode the result",
+        )
+    return config
+
+
+def import_to(config: ImportConfig) -> str:
+    """Check the adapter against its base and publish a copy; return what was imported. UserError IDLM-0607,
+    0610, 0611, 0613, 0620, and those of the base."""
+    from safetensors.torch import save_file
+
+    from idlm.infer.models.loader import read_outline
+    from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
+    from idlm.publish import publish
+    from idlm.semantics import Semantics
+
+    assert config.model and config.output_dir and config.stride is not None
+    found = find_adapter(Path(config.model))
+    spec = AdapterSpec.load(found)
+    base = _base(config, spec.base_path)
+    semantics = Semantics(
+        gated=True,
+        base_identity=base_identity(base),
+        stride=config.stride,
+        mask_token_id=config.mask_token_id,
+        noise_range=tuple(config.noise_range),
+        acceptance=tuple(config.acceptance),
+    )
+    tensors = _tensors(found)
+    with publish(Path(config.output_dir)) as staging:
+        save_file(tensors, staging / WEIGHTS_FILE)
+        replace(spec, base_path=str(base.resolve())).save(staging)
+        semantics.save(staging)
+        try:
+            read_outline(staging, base=base)
+        except UserError as error:
+            message = error.message.replace(str(staging), str(found))
+            raise UserError(error.code, message, fix=error.fix) from error
+    _warn_of_another_base(Path(config.model), base, semantics)
+    size = sum(tensor.numel() for tensor in tensors.values())
+    fed = f"token {config.mask_token_id}"
+    if config.noise_range:
+        fed = f"random ids in [{', '.join(map(str, config.noise_range))})"
+    return (
+        f"imported {found} as {config.output_dir}: rank {spec.rank}, alpha {spec.alpha:g}, {size:,} "
+        f"parameters\nMASK rows are fed {fed}, stride {config.stride}\n"
+        f"base {base}: every tensor fits. The adapter names {spec.base_path or 'no base'}. On another base "
+        "of the same shapes few drafts are accepted; answers are still those of that base\n"
+        f"idlm-generate model={config.output_dir} base={base} decoder=isd"
+    )
+
+
+def find_adapter(directory: Path) -> Path:
+    """The folder of adapter_config.json: `directory`, or the only one below it. UserError IDLM-0620."""
+    from idlm.checkpoint import ADAPTER_CONFIG
+
+    if (directory / ADAPTER_CONFIG).is_file():
+        return directory
+    below = sorted(path.parent for path in directory.rglob(ADAPTER_CONFIG)) if directory.is_dir() else []
+    if len(below) != 1:
+        what = f"is in {len(below)} folders: {', '.join(map(str, below))}" if below else "is not there"
+        raise UserError(
+            "IDLM-0620",
+            f"model={directory}: {ADAPTER_CONFIG} {what}",
+            fix="give the folder of one adapter in PEFT's format; one on a hub is fetched first with "
+            "`hf download <owner>/<name> --local-dir <directory>`",
+        )
+    return below[0]
+
+
+def _base(config: ImportConfig, named: str | None) -> Path:
+    """The given base, else the whole model that the adapter is in, else the path in its config. UserError
+    IDLM-0611 where there is none."""
+    given = [config.base] if config.base is not None else [config.model, named]
+    for path in given:
+        if path is not None and (Path(path) / "config.json").is_file():
+            return Path(path)
+    raise UserError(
+        "IDLM-0611",
+        f"{config.model} is an adapter, and its base model is not at {' or '.join(map(str, given))}",
+        fix="give base=PATH, the directory of the base model with config.json and weights",
+    )
+
+
+def _tensors(found: Path) -> dict[str, Tensor]:
+    """All tensors of an adapter. UserError IDLM-0607 for files that are not there or cannot be read."""
+    import torch
+    from safetensors.torch import load_file
+
+    from idlm.infer.models import weights
+
+    tensors: dict[str, Tensor] = {}
+    files = sorted(found.glob(SAFETENSORS)) or sorted(found.glob(PICKLES))
+    for path in files:
+        if path.suffix == ".safetensors":
+            # First, because it reports a broken file.
+            weights.tensor_names(path)
+            tensors |= load_file(path)
+            continue
+        try:
+            # Runs no code of the file: it may hold tensors only.
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            tensors |= {name: value.contiguous() for name, value in content.items()}
+        except Exception as error:
+            raise UserError(
+                "IDLM-0607",
+                f"{path} cannot be read as tensors: {error}",
+                fix="restore the file from its source",
+            ) from error
+    if not tensors:
+        raise UserError(
+            "IDLM-0607",
+            f"{found} has no tensors: neither {SAFETENSORS} nor {PICKLES}",
+            fix="download the missing files",
+        )
+    return tensors
+
+
+def _warn_of_another_base(directory: Path, base: Path, semantics: Any) -> None:
+    """Warn where the adapter came with a base whose weights are not those of `base`."""
+    from idlm.checkpoint import weight_files
+    from idlm.lora import base_identity
+
+    if base.resolve() == directory.resolve() or not weight_files(directory):
+        return
+    if base_identity(directory) != semantics.base_identity:
+        warnings.warn(
+            f"the weights in {directory} are not those of base={base}: if the adapter was trained on the "
+            "former, few drafts will be accepted",
+            stacklevel=2,
+        )

@@ -1,0 +1,173 @@
+"""Importing LoRAs of others: what their config does not say, what of them is checked, and that they run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.checkpoint import verify
+from idlm.infer.cli import import_adapter as command
+from idlm.infer.cli.import_adapter import PRESETS, ImportConfig, main
+from idlm.infer.engine import Engine
+from idlm.lora import PROJECTIONS, WEIGHTS_FILE, AdapterSpec
+from idlm.semantics import Semantics
+from tests.adapters import write_adapter
+from tests.contracts.engines import answers, greedy, prompts_of
+from tests.toy import write_toy_checkpoint
+
+PEFT: dict[str, Any] = {
+    "alpha_pattern": {}, "auto_mapping": None,
+    "base_model_name_or_path": "s-sahoo/uno-qwen3-8B",     "bias": "none", "corda_config": None,
+    "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False,     "inference_mode": True,
+    "init_lora_weights": True, "layer_replication": None,
+    "layers_pattern": None,     "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 48,
+    "lora_bias": False,     "lora_dropout": 0.0, "megatron_config": None, "megatron_core": "megatron.core",
+    "modules_to_save": None, "peft_type": "LORA",     "r": 3, "rank_pattern": {}, "revision": "b8a7577b",
+    "target_modules": sorted(PROJECTIONS),     "task_type": "CAUSAL_LM", "trainable_token_indices": None,
+    "use_dora": False, "use_rslora": False,
+}  # fmt: skip
+"""An adapter_config.json as PEFT writes it."""
+UNIFORM = ["gated=true", "stride=16", "noise_range=[1,47]", "acceptance=[0.8,0.7]"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_checkpoint(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def foreign(base: Path, tmp_path: Path) -> Path:
+    """An adapter as others publish it: in a folder below, without a file of ours."""
+    folder = write_adapter(tmp_path / "bundle" / "adapter", base, mask_token_id=None, stride=1)
+    (folder / "idlm_config.json").unlink()
+    (folder / "adapter_config.json").write_text(json.dumps(PEFT))
+    return tmp_path / "bundle"
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = command.command.run(command.import_adapter, arguments)
+    shown = capsys.readouterr()
+    return status, shown.out + shown.err
+
+
+@pytest.mark.parametrize("kind", ["below", "root", "bin", "shards"])
+def test_an_imported_adapter_answers_as_its_base(
+    foreign: Path, base: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = foreign / "adapter"
+    tensors = load_file(folder / WEIGHTS_FILE)
+    if kind == "bin":
+        (folder / WEIGHTS_FILE).unlink()
+        torch.save(tensors, folder / "adapter_model.bin")
+    if kind == "shards":
+        (folder / WEIGHTS_FILE).unlink()
+        for number, name in enumerate(sorted(tensors)):
+            part = folder / f"adapter_model-{number:05}.safetensors"
+            save_file({name: tensors[name]}, part)
+    given = folder if kind == "root" else foreign
+    output = tmp_path / "out"
+    status, shown = run([f"model={given}", f"base={base}", f"output_dir={output}", *UNIFORM], capsys)
+    assert status == 0, shown
+    assert "rank 3, alpha 48" in shown and "random ids in [1, 47), stride 16" in shown
+    assert "names s-sahoo/uno-qwen3-8B" in shown
+    verify(output)
+    semantics = Semantics.load(output)
+    assert (semantics.gated, semantics.stride, semantics.noise_range) == (True, 16, (1, 47))
+    assert semantics.acceptance == (0.8, 0.7)
+    assert AdapterSpec.load(output).scaling == 16
+    assert load_file(output / WEIGHTS_FILE).keys() == tensors.keys()
+    prompts = prompts_of([1, 9, 5])
+    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(prompts, greedy(max_tokens=8))
+    engine = Engine.from_pretrained(output, base=base, stride=4, device="cpu")
+    assert engine.decoder.name == "isd"
+    assert answers(engine.generate(prompts, greedy(max_tokens=8))) == answers(expected)
+
+
+def test_the_base_may_be_the_bundle_itself_or_be_named(
+    foreign: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base, foreign, dirs_exist_ok=True)
+    mask = ["gated=true", "stride=3", "mask_token_id=40"]
+    assert run([f"model={foreign}", f"output_dir={tmp_path / 'a'}", *mask], capsys)[0] == 0
+    assert AdapterSpec.load(tmp_path / "a").base_path == str(foreign.resolve())
+    assert Semantics.load(tmp_path / "a").draft_input == "mask"
+    other = write_toy_checkpoint(tmp_path / "other", seed=3)
+    given = [f"model={foreign}", f"base={other}", f"output_dir={tmp_path / 'b'}", *mask]
+    status, shown = run(given, capsys)
+    assert status == 0 and "are not those of base=" in shown
+    config = PEFT | {"base_model_name_or_path": str(base)}
+    (foreign / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    given = [f"model={foreign / 'adapter'}", f"output_dir={tmp_path / 'c'}", *mask]
+    assert run(given, capsys)[0] == 0
+    assert AdapterSpec.load(tmp_path / "c").base_path == str(base.resolve())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_rslora": True}, "IDLM-0610 use_rslora=True"),
+        ({"use_dora": True}, "IDLM-0610 use_dora=True"),
+        ({"bias": "lora_only"}, "IDLM-0610 bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "IDLM-0610 modules_to_save=['lm_head']"),
+        ({"r": 4}, "IDLM-0613 shape"),
+        ({"target_modules": ["q_proj"]}, "IDLM-0613 not used"),
+        ({"target_modules": [*PROJECTIONS, "lm_head"]}, "IDLM-0613 lm_head"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_the_base_is_refused(
+    foreign: Path, base: Path, tmp_path: Path, change: Any, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (foreign / "adapter" / "adapter_config.json").write_text(json.dumps(PEFT | change))
+    status, shown = run(
+        [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM], capsys
+    )
+    code, _, word = words.partition(" ")
+    assert status == 2 and code in shown and word in shown, shown
+    assert "staging" not in shown and not (tmp_path / "o").exists()
+
+
+def test_another_base_and_missing_values_are_named(
+    foreign: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str, model: Path = foreign, base: Path | str = base) -> str:
+        given = [f"model={model}", f"base={base}", f"output_dir={tmp_path / 'o'}", *arguments]
+        status, shown = run(given, capsys)
+        assert status == 2, shown
+        return shown
+
+    wide = write_toy_checkpoint(tmp_path / "wide", width=48)
+    shown = refused(*UNIFORM, base=wide)
+    assert "IDLM-0613" in shown and "give base= the base that they were trained on" in shown
+    assert "gated, stride, mask_token_id or noise_range is missing" in refused()
+    assert "gated=false: the adapter changes every row" in refused("gated=false", *UNIFORM[1:])
+    assert "did you mean 'uno_qwen3_8b'" in refused("preset=uno_qwen3_8")
+    assert "IDLM-0606" in refused("preset=uno_qwen3_8b")
+    assert "IDLM-0304" in refused(*UNIFORM, "mask_token_id=4")
+    assert "IDLM-0611" in refused(*UNIFORM, base=tmp_path / "gone")
+    assert "adapter_config.json is not there" in refused(*UNIFORM, model=base)
+    shutil.copytree(foreign / "adapter", foreign / "final_adapter")
+    assert "is in 2 folders" in refused(*UNIFORM)
+    (foreign / "adapter" / WEIGHTS_FILE).write_bytes(b"not tensors")
+    assert "IDLM-0607" in refused(*UNIFORM, model=foreign / "adapter")
+    (foreign / "adapter" / WEIGHTS_FILE).rename(foreign / "adapter" / "adapter_model.bin")
+    assert "cannot be read as tensors" in refused(*UNIFORM, model=foreign / "adapter")
+    (foreign / "adapter" / "adapter_model.bin").unlink()
+    assert "has no tensors" in refused(*UNIFORM, model=foreign / "adapter")
+
+
+def test_presets_are_whole_and_what_is_given_takes_their_place() -> None:
+    for name in PRESETS:
+        config = command._complete(ImportConfig(model="a", output_dir="b", preset=name, stride=8))
+        assert config.gated and config.stride == 8
+        assert (config.mask_token_id is None) == bool(config.noise_range)
+    given = ImportConfig(model="a", output_dir="b", preset="uno_qwen3_8b", mask_token_id=7)
+    assert command._complete(given).noise_range == []
+    assert len(PRESETS["uno_qwen3_8b"]["acceptance"]) == PRESETS["uno_qwen3_8b"]["stride"] - 1
+    assert callable(main)
