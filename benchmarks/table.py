@@ -3,8 +3,8 @@
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
 column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column, or
-BENCH:METRIC:caption for the line under a chart of that column. Rows whose parity gate failed are never
-printed.
+BENCH:METRIC:caption for the line under a chart of that column. BENCH:METRIC:KEY-KEY has a column for every
+value of these keys, of the rows that have them. Rows whose parity gate failed are never printed.
 """
 
 from __future__ import annotations
@@ -61,24 +61,27 @@ def section(name: str, results: Path) -> str:
     """
     bench, _, rest = name.partition(":")
     metric, _, part = rest.partition(":")
+    keys = part.split("-") if part not in ("", "caption") else []
     newest: dict[tuple[str, ...], Row] = {}
     for row in read_rows(bench, results=results):
-        if row["gate_passed"] is not False and metric in ("", row["metric"]):
+        is_shown = metric in ("", row["metric"]) and row["case"].keys() >= set(keys)
+        if is_shown and row["gate_passed"] is not False:
             key = (_machine(row), row["command"], json.dumps(row["case"], sort_keys=True), row["metric"])
             newest[key] = row
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in newest.values():
         groups.setdefault((_machine(row), row["command"]), []).append(row)
-    made = _caption if part == "caption" else _tables
-    return "\n".join(made(rows) for rows in groups.values())
+    if part == "caption":
+        return "\n".join(map(_caption, groups.values()))
+    return "\n".join(_tables(rows, keys) for rows in groups.values())
 
 
-def _tables(rows: list[Row]) -> str:
+def _tables(rows: list[Row], keys: list[str]) -> str:
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["case"]:
             kinds.setdefault(tuple(row["case"]), []).append(row)
-    return "\n".join([*map(_table, kinds.values()), _caption(rows)])
+    return "\n".join([*(_table(kind, keys) for kind in kinds.values()), _caption(rows)])
 
 
 def _caption(rows: list[Row]) -> str:
@@ -87,18 +90,22 @@ def _caption(rows: list[Row]) -> str:
     return f"`{last['command']}` on {_machine(last)}, {_origin(rows)}{single}.\n"
 
 
-def _table(rows: list[Row]) -> str:
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+def _table(rows: list[Row], keys: list[str]) -> str:
+    def column(row: Row) -> str:
+        return ", ".join([row["metric"], *(f"{key} {row['case'][key]}" for key in keys)])
+
+    columns = list(dict.fromkeys(map(column, rows)))
     cases: dict[str, list[Row]] = {}
     for row in rows:
-        cases.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
-    shown = _varying_keys(row["case"] for row in rows)
+        case = {key: value for key, value in row["case"].items() if key not in keys}
+        cases.setdefault(json.dumps(case, sort_keys=True), []).append(row)
+    shown = [key for key in _varying_keys(row["case"] for row in rows) if key not in keys]
     lines = []
     for members in sorted(cases.values(), key=lambda members: _order(members[0]["case"], shown)):
-        cells = {row["metric"]: _cell(row) for row in members}
+        cells = {column(row): _cell(row) for row in members}
         label = [str(members[0]["case"].get(key, "")) for key in shown]
-        lines.append([*label, *(cells.get(metric, "") for metric in metrics)])
-    head = [*map(_words, shown), *map(_words, metrics)]
+        lines.append([*label, *(cells.get(name, "") for name in columns)])
+    head = [*map(_words, shown), *map(_words, columns)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
 
 

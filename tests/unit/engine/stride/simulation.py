@@ -43,11 +43,12 @@ class RecordedTimes:
         for row in read_rows("decode"):
             case = row["case"]
             is_isd = case.get("strategy") not in (None, "adaptive") and row["metric"] == "step_ms"
-            is_plain = row["gpu"] == GPU and not case.get("adapter")
-            if is_isd and is_plain and case["context"] == CONTEXT and case["sampling"] == "T1":
-                size, arm = case.get("batch", case.get("concurrency")), (case["stride"], case["strategy"])
-                seconds = row["value"] / 1e3 - size * CONTEXT * SLOT_SECONDS
-                found.setdefault((arm, size), []).append(seconds)
+            # The runs that timed as many rows in several layouts.
+            is_first = "batch" in case and row["gpu"] == GPU
+            if is_isd and is_first and case["context"] == CONTEXT and case["sampling"] == "T1":
+                seconds = row["value"] / 1e3 - case["batch"] * CONTEXT * SLOT_SECONDS
+                arm = case["stride"], case["strategy"]
+                found.setdefault((arm, case["batch"]), []).append(seconds)
         self.by_arm = {key: statistics.median(values) for key, values in found.items()}
         by_rows: dict[int, list[float]] = {}
         for ((stride, strategy), size), seconds in self.by_arm.items():
