@@ -59,8 +59,8 @@ def speedup(theme: Theme) -> Figure:
             known = steps(rank)
             for size, color in zip(CURVES, theme.series):
                 ratios = [best(known[size], probability) for probability in PROBABILITIES]
-                name = f"{size} at once" if rank == 0 else None
-                axes.plot(PROBABILITIES, ratios, color=color, linestyle=line, label=name)
+                shown = f"{size} at once" if rank == 0 else None
+                axes.plot(PROBABILITIES, ratios, color=color, linestyle=line, label=shown)
         _finish(axes, theme, "chance of a draft to be accepted", "")
     return figure
 
