@@ -38,8 +38,9 @@ class Semantics:
     drawn anew for every row of every pass, uniform in [low, high) (token-causal checkpoints).
     `edit_token_ids`: two tokens that are no text: a row predicts the first to delete its position, the second
     to split it (LLaDA2.2; blocks without a shift). `acceptance`: how often the draft at each position is
-    accepted once those before it were, which strides are first chosen by. The defaults describe a plain
-    autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304."""
+    accepted once those before it were, which strides are first chosen by. `selector`: the kind of the
+    selector of drafts that is stored with the checkpoint. The defaults describe a plain autoregressive
+    checkpoint. Values that do not fit raise UserError IDLM-0304."""
 
     causality: str = "causal"
     logit_shift: bool = True
@@ -53,6 +54,7 @@ class Semantics:
     edit_token_ids: tuple[int, ...] = ()
     acceptance: tuple[float, ...] = ()
     noise_range: tuple[int, ...] = ()
+    selector: str | None = None
 
     @property
     def draft_input(self) -> str | None:
@@ -94,6 +96,8 @@ class Semantics:
             and all(is_integer(token, 0) for token in edits),
             "edit_token_ids need causality='block' without logit_shift": not edits
             or (self.causality == "block" and not self.logit_shift),
+            f"selector={self.selector!r} is not the name of a kind": self.selector is None
+            or isinstance(self.selector, str),
             f"acceptance={self.acceptance!r} are not numbers between 0 and 1": all(
                 isinstance(chance, int | float) and 0 <= chance <= 1 for chance in self.acceptance
             ),
@@ -110,7 +114,7 @@ class Semantics:
             for key, value in dataclasses.asdict(self).items()
         }
         # Left out where they are the default, so that older versions read the others.
-        for name in ("edit_token_ids", "acceptance", "noise_range"):
+        for name in ("edit_token_ids", "acceptance", "noise_range", "selector"):
             if not payload[name]:
                 del payload[name]
         (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")

@@ -41,6 +41,7 @@ from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS, max_stored_rows
 from idlm.infer.runtime.model_runner import EagerStep, PassRunner, Runner, Step, head_shape
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
+from idlm.infer.selectors.base import SELECTORS
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
@@ -114,7 +115,10 @@ def read_checkpoint(
     )
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
-    return outline, chosen(config, outline.semantics)
+    decoder = chosen(config, outline.semantics)
+    if decoder.takes_selector and outline.semantics.selector is not None:
+        SELECTORS.get(outline.semantics.selector).check(Path(path), outline.spec)
+    return outline, decoder
 
 
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
@@ -138,6 +142,9 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         fp8.quantise(model.trunk)
     if settings.deterministic:
         check_products(model)
+    if decoder.takes_selector and model.semantics.selector is not None:
+        selector = SELECTORS.get(model.semantics.selector)
+        decoder.selector = selector(path, model.trunk, dtype=model.dtype)
     tokenizer = None if shards.rank else _tokenizer(path, model)
     max_length = _max_length(settings, model)
     page_size = _page_size(settings, decoder.kv_policy.block_size)

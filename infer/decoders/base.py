@@ -21,6 +21,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import DraftLayout
+from idlm.infer.selectors.base import Selector
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -61,6 +62,8 @@ class Decoder(ABC):
     max_canvases: int = 1
     """Canvases that a pass feeds for one request at most."""
     exactness: str = "exact"
+    selector: Selector | None = None
+    """Draws drafts; set before `allocate` if the decoder `takes_selector` and the checkpoint has one."""
     modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     kv_policy: KVWritePolicy = TOKEN_BY_TOKEN
 
@@ -78,6 +81,11 @@ class Decoder(ABC):
     def num_rows(self, mode: int, max_length: int) -> int:
         """Number of decoding rows of a sequence of at most `max_length` tokens: constant, or a canvas; their
         mean, rounded up, if halves of the sequences differ."""
+
+    @property
+    def takes_selector(self) -> bool:
+        """Whether it draws drafts by the selector of a checkpoint."""
+        return False
 
     def num_canvases(self, params: SamplingParams) -> int:
         """Copies of a request's tokens that a pass feeds, each of `num_rows` rows in slots of its own."""

@@ -21,10 +21,11 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.rejection import NO_ROW, DraftLayout, layouts, strategy_of
+from idlm.infer.selectors.base import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.sampling import Probs, draft_probs, draw, emit_and_draft, nonfinite, put, verify
+from idlm.kernels.sampling import draft_probs, draw_stored, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
@@ -48,12 +49,14 @@ class IsdConfig:
     """`stride` None: the checkpoint's. `adaptive`: every pass uses the mode, of this stride or a smaller one
     (1 is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
     reproduce a sampled answer, while its distribution stays the same; greedy answers are reproduced but for
-    rounding. `acceptance=published` is the authors' argmax-draft rule, lossy."""
+    rounding. `acceptance=published` is the authors' argmax-draft rule, lossy. `selector`: draw drafts of mask
+    rows by the checkpoint's selector, if it has one and the rule is exact."""
 
     stride: int | None = None
     adaptive: bool = False
     rejection_strategy: str = "tree"
     acceptance: Literal["exact", "published"] = "exact"
+    selector: bool = True
 
 
 @DECODERS.register("isd")
@@ -96,6 +99,10 @@ class IsdDecoder(Decoder):
             -(-sum(max(layout.width for layout in half) for half in halves) // len(halves))
             for halves in self._layouts
         )
+
+    @property
+    def takes_selector(self) -> bool:
+        return self.config.selector and self.config.acceptance == "exact" and self.num_masks > 0
 
     def num_rows(self, mode: int, max_length: int) -> int:
         return self._widths[mode]
@@ -207,16 +214,19 @@ class IsdDecoder(Decoder):
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         logit_lanes = lanes_B if plan.logit_lanes_X is None else plan.logit_lanes_X
         probs = table.probs(logits_XV, logit_lanes, batch.filters)
+        tables = self._stacked[batch.mode].tables
+        layout_Z = self.draft_buffer_Z if self.modes[batch.mode].narrow is None else self._layout_Z
+        num_drafts_B = tables.num_drafts_Y[layout_Z[lanes_B]]
         verdict = verify(
             probs,
             self.draft_probs,
-            self._stacked[batch.mode].tables,
+            tables,
             lanes_B=lanes_B,
             first_rows_B=plan.first_logit_B,
             active_B=plan.samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
-            layout_Z=self.draft_buffer_Z if self.modes[batch.mode].narrow is None else self._layout_Z,
+            layout_Z=layout_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
         emit_and_draft(
@@ -229,11 +239,25 @@ class IsdDecoder(Decoder):
             layout_Z=self.draft_buffer_Z,
             takes_best=self.config.acceptance == "published",
         )
+        rows_BJ = verdict.draft_rows_BJ
+        if self.selector is not None:
+            mask_rows_BJ = rows_BJ
+            if self._drafts_again[batch.mode]:
+                is_mask_BJ = rows_BJ - plan.first_logit_B[:, None] > num_drafts_B[:, None]
+                mask_rows_BJ, rows_BJ = rows_BJ.where(is_mask_BJ, NO_ROW), rows_BJ.where(~is_mask_BJ, NO_ROW)
+            rows = MaskRows(
+                wanted=wanted,
+                rows_BJ=mask_rows_BJ,
+                anchors_B=verdict.token_ids_BA.gather(1, verdict.accepted_B[:, None])[:, 0],
+                uniforms_BJ=uniforms_BD[:, num_masks + 1 : 2 * num_masks + 1],
+            )
+            self.selector.draw(table, batch, rows, self.draft_probs, self.drafts_ZJ)
+        if self.selector is None or self._drafts_again[batch.mode]:
+            put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
         if batch.grammars is not None:
             # What is drawn next is not masked: the tokens before it are not on the host yet.
-            candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
+            candidates_MJC = self._candidates(logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
             batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
-        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
         rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
@@ -249,18 +273,18 @@ class IsdDecoder(Decoder):
         )
 
     def _candidates(
-        self, probs: Probs, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor
+        self, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor
     ) -> Tensor:
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
-        draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
+        draws from its stored distribution, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
         grammars, num_masks = batch.grammars, self.num_masks
         index_M = grammars.index_M
         rows_MJ, uniforms_MQ = rows_BJ[index_M], uniforms_BD[index_M, 2 * num_masks + 1 :]
         num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
         uniforms_MJC = uniforms_MQ.reshape(*rows_MJ.shape, num_candidates - 1)
-        rows_MJC = rows_MJ[:, :, None].expand_as(uniforms_MJC)
-        others_MJC = draw(probs, rows_MJC.flatten(), uniforms_MJC.flatten()).view_as(rows_MJC)
-        firsts_MJ = self.drafts_ZJ[batch.lanes_B[index_M]]
+        lanes_M = batch.lanes_B[index_M]
+        others_MJC = draw_stored(self.draft_probs, lanes_M, uniforms_MJC)
+        firsts_MJ = self.drafts_ZJ[lanes_M]
         ids_MJC = torch.cat((firsts_MJ[:, :, None], others_MJC), dim=2)
         is_published = self.config.acceptance == "published"
         best = range(len(ids_MJC)) if is_published else grammars.greedy

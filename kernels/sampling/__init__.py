@@ -1,7 +1,7 @@
 """Sampling and verification of drafts without probabilities in memory; contract in README.md."""
 
 from idlm.kernels.sampling.bits import allowed_logits, restrict
-from idlm.kernels.sampling.drafts import draft_probs, emit_and_draft, put, verify
+from idlm.kernels.sampling.drafts import draft_probs, draw_stored, emit_and_draft, put, verify
 from idlm.kernels.sampling.draws import (
     draw,
     entropy,

@@ -23,9 +23,13 @@ from idlm.kernels.sampling.types import (
     PlainDraftProbs,
     PlainProbs,
     Probs,
+    RowProbs,
     Tuning,
     Verdict,
 )
+
+FIELDS = ("logits_XV", "numbers_XF", "masses_XC")
+"""Of `RowProbs`, in the order of those of `DraftProbs`."""
 
 
 def draft_probs(
@@ -72,6 +76,24 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
             CHUNK=shape.chunk,
             num_warps=probs.tuning.num_warps,
         )
+
+
+def draw_stored(
+    store: Drafts, lanes_M: Tensor, uniforms_MJC: Tensor, *, tuning: Tuning = TUNING
+) -> Tensor:
+    """Independent tokens [M, J, C] of the stored distributions of each draft J of some lanes."""
+    probs: Probs
+    if isinstance(store, PlainDraftProbs):
+        probs = PlainProbs(probs_XV=store.probs_ZJV.flatten(0, 1))
+        num_drafts = store.probs_ZJV.shape[1]
+    else:
+        stored = (tensor.flatten(0, 1) for tensor in store)
+        probs = RowProbs(**dict(zip(FIELDS, stored, strict=True)), tuning=tuning)
+        num_drafts = store.logits_ZJV.shape[1]
+    drafts_J = torch.arange(num_drafts, device=lanes_M.device)
+    rows_MJ = lanes_M[:, None] * num_drafts + drafts_J
+    rows_MJC = rows_MJ[:, :, None].expand_as(uniforms_MJC)
+    return draw(probs, rows_MJC.flatten(), uniforms_MJC.flatten()).view_as(rows_MJC)
 
 
 def verify(

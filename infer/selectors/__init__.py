@@ -1,0 +1,1 @@
+"""Selectors of drafts, one file each; the contract is in base.py."""

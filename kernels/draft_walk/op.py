@@ -1,0 +1,147 @@
+"""The likeliest tokens of rows, and drafts drawn from their scores one after the other: plain torch on a
+CPU, kernels on a GPU. Contract in README.md.
+
+X rows, V vocabulary, M = B * J draft rows of B sequences, K candidates, W width of the tables, Z lanes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from idlm.kernels import backend
+from idlm.kernels.sampling import Drafts, DraftProbs
+from idlm.kernels.sampling.draws import invert
+from idlm.kernels.sampling.probs import plain_row_probs
+from idlm.kernels.sampling.types import TUNING, ChunkShape, PlainDraftProbs, Tuning
+
+TILE = 4096
+"""Tokens of which one program finds the K likeliest."""
+
+
+class Candidates(NamedTuple):
+    """The K likeliest tokens of each row, in falling order: ids int64, logits fp32, both [M, K]."""
+
+    ids_MK: Tensor
+    logits_MK: Tensor
+
+
+class Walk(NamedTuple):
+    """What drafts are scored by. `previous_VW`, `candidate_VW`: tables A and B; `projected_MW`: H h of the
+    draft rows; `anchors_B` int64: the token before the first draft of each sequence."""
+
+    previous_VW: Tensor
+    candidate_VW: Tensor
+    projected_MW: Tensor
+    anchors_B: Tensor
+
+
+def top_candidates(logits_XV: Tensor, rows_M: Tensor, num: int) -> Candidates:
+    """The `num` likeliest tokens of some rows, ties to the lower id; of row -1 anything."""
+    num_rows, num_tokens = len(rows_M), logits_XV.shape[1]
+    if not backend.has_kernels(logits_XV.device):
+        found = logits_XV[rows_M.clamp(min=0)].float().sort(dim=-1, descending=True, stable=True)
+        return Candidates(found.indices[:, :num].contiguous(), found.values[:, :num].contiguous())
+    import triton
+
+    from idlm.kernels.draft_walk import kernel
+
+    tile = min(TILE, triton.next_power_of_2(num_tokens))
+    num_tiles = triton.cdiv(num_tokens, tile)
+    parts_MTK = torch.empty(num_rows, num_tiles, num, dtype=torch.int64, device=logits_XV.device)
+    ids_MK = torch.empty(num_rows, num, dtype=torch.int64, device=logits_XV.device)
+    found = Candidates(ids_MK, torch.empty_like(ids_MK, dtype=torch.float32))
+    if num_rows:
+        kernel.tile_candidates_kernel[(num_rows * num_tiles,)](
+            *(logits_XV, rows_M, parts_MTK, logits_XV.stride(0), num_tokens, num_tiles),
+            TILE=tile,
+            K=num,
+            num_warps=4,
+        )
+        kernel.merge_candidates_kernel[(num_rows,)](
+            *(parts_MTK, rows_M, found, num_tiles * num),
+            PARTS=triton.next_power_of_2(num_tiles * num),
+            K=num,
+            num_warps=4,
+        )
+    return found
+
+
+def walk(
+    scored: Walk,
+    candidates: Candidates,
+    store: Drafts,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    filters: bool,
+    rows_BJ: Tensor,
+    lanes_B: Tensor,
+    uniforms_BJ: Tensor,
+    drafts_ZJ: Tensor,
+    tuning: Tuning = TUNING,
+) -> None:
+    """Draw the draft of every row of `rows_BJ` that is not -1 after the draft before it, and store it in its
+    lane with the distribution over its candidates that it was drawn from.
+
+    `settings` per lane and `filters`: as of `row_probs`, applied to the scores of the candidates. The
+    distribution is of the scores as the store keeps them."""
+    num_sequences, num_drafts = rows_BJ.shape
+    if isinstance(store, PlainDraftProbs):
+        _plain_walk(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, filters)
+        return
+    assert isinstance(store, DraftProbs) and drafts_ZJ.is_contiguous(), f"{type(store)=}"
+    import triton
+
+    from idlm.kernels.draft_walk import kernel
+
+    num_tokens, width = store.logits_ZJV.shape[2], scored.previous_VW.shape[1]
+    shape, num_candidates = ChunkShape(num_tokens, tuning), candidates.ids_MK.shape[1]
+    scores_MK = torch.empty_like(candidates.logits_MK)
+    if not num_sequences * num_drafts:
+        return
+    kernel.walk_kernel[(num_sequences,)](
+        *(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, scores_MK),
+        *((uniforms_BJ.stride(0), num_drafts, width)),
+        FILTERS=filters,
+        K=num_candidates,
+        WIDTH=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    kernel.put_candidates_kernel[(num_sequences * num_drafts,)](
+        *(candidates, store, settings[0], rows_BJ, lanes_B, scores_MK),
+        *((num_tokens, shape.num_chunks, num_drafts)),
+        K=num_candidates,
+        CHUNK=shape.chunk,
+        CHUNKS=shape.chunks,
+        num_warps=4,
+    )
+
+
+def _plain_walk(
+    scored: Walk,
+    candidates: Candidates,
+    store: PlainDraftProbs,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows_BJ: Tensor,
+    lanes_B: Tensor,
+    uniforms_BJ: Tensor,
+    drafts_ZJ: Tensor,
+    filters: bool,
+) -> None:
+    shape = *rows_BJ.shape, -1
+    ids_BJK, logits_BJK = candidates.ids_MK.view(shape), candidates.logits_MK.view(shape)
+    projected_BJW, previous_B = scored.projected_MW.view(shape).float(), scored.anchors_B
+    for place in range(rows_BJ.shape[1]):
+        b = torch.nonzero(rows_BJ[:, place] >= 0)[:, 0]
+        ids_bK, lanes_b = ids_BJK[b, place], lanes_B[b]
+        query_bW = scored.previous_VW[previous_B[b]].float() * projected_BJW[b, place]
+        added_bK = (scored.candidate_VW[ids_bK].float() * query_bW[:, None]).sum(-1)
+        scores_bK = logits_BJK[b, place] + added_bK
+        probs_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
+        chosen_b1 = invert(probs_bK, uniforms_BJ[b, place])[:, None]
+        drafts_b = ids_bK.gather(1, chosen_b1)[:, 0]
+        q_bV = torch.zeros_like(store.probs_ZJV[lanes_b, place])
+        store.probs_ZJV[lanes_b, place] = q_bV.scatter_(1, ids_bK, probs_bK)
+        drafts_ZJ[lanes_b, place] = drafts_b
+        previous_B = previous_B.index_copy(0, b, drafts_b)
