@@ -1,9 +1,9 @@
-"""The path selector of drafts: its weights, and the score that training and the engine share.
+"""The files of a path selector of drafts, which training writes and the engine reads.
 
 Of each mask row t, with hidden state h_t after the final norm and logits U_t, the 16 likeliest tokens are
 candidates. S_t(a, b) = U_t(b) + <A[a] * (H h_t), B[b]> scores candidate b after the draft a before it; the
-first draft follows the token that the pass emits. Shapes: M mask rows, K candidates, V vocabulary, D width, W
-the selector's own width."""
+first draft follows the token that the pass emits (`kernels/draft_walk`). Shapes: V vocabulary, D width, W the
+selector's own width."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ class PathWeights(NamedTuple):
     previous_VW: Tensor
     candidate_VW: Tensor
     hidden_WD: Tensor
-
-
-def path_scores(
-    weights: PathWeights, previous_M: Tensor, ids_MK: Tensor, logits_MK: Tensor, projected_MW: Tensor
-) -> Tensor:
-    """S_t(a, b) in fp32 [M, K] of candidates with these logits; `projected_MW`: H h_t."""
-    query_MW = weights.previous_VW[previous_M].float() * projected_MW.float()
-    return logits_MK.float() + (weights.candidate_VW[ids_MK].float() * query_MW[:, None]).sum(-1)
 
 
 def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:

@@ -31,7 +31,7 @@ def key_of(b_logits, b_ids):
     # -0 and 0 are equal.
     b_bits = tl.where(b_logits == 0, 0.0, b_logits).to(tl.int32, bitcast=True)
     b_order = tl.where(b_bits < 0, b_bits ^ SIGN, b_bits).to(tl.int64)
-    return b_order * 4294967296 + (LOW_WORD - b_ids.to(tl.int64))
+    return b_order * 4294967296 + (b_ids.to(tl.int64) ^ LOW_WORD)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def merge_candidates_kernel(p_parts, p_rows, found, num_parts, PARTS: tl.constex
             largest = tl.max(b_key, 0)
             order = (largest >> 32).to(tl.int32)
             bits = tl.where(order < 0, order ^ SIGN, order)
-            tl.store(found.ids_MK + i_row * K + i, LOW_WORD - (largest & LOW_WORD))
+            tl.store(found.ids_MK + i_row * K + i, (largest & LOW_WORD) ^ LOW_WORD)
             tl.store(found.logits_MK + i_row * K + i, bits.to(tl.float32, bitcast=True))
             b_key = tl.where(b_key == largest, NO_KEY, b_key)
 
@@ -179,9 +179,9 @@ def put_candidates_kernel(
         tl.store(p_masses + b_own, b_mass, mask=b_mass > 0)
         tl.store(p_row + b_id, b_scores.to(store.logits_ZJV.dtype.element_ty), mask=b_mass > 0)
         o_number = tl.arange(0, NUM_NUMBERS)
-        best = tl.max(tl.where(b_scores == tl.max(b_scores, 0), LOW_WORD - b_id, 0), 0)
+        best = tl.max(tl.where(b_scores == tl.max(b_scores, 0), b_id ^ LOW_WORD, 0), 0)
         b_number = tl.where(o_number == SCALE, scale, 0.0)
         b_number = tl.where(o_number == THRESHOLD, LOWEST, b_number)
         b_number = tl.where(o_number == MASS, tl.sum(b_weight, 0).to(tl.float64), b_number)
-        b_number = tl.where(o_number == BEST, (LOW_WORD - best).to(tl.float64), b_number)
+        b_number = tl.where(o_number == BEST, (best ^ LOW_WORD).to(tl.float64), b_number)
         tl.store(store.numbers_ZJF + slot * NUM_NUMBERS + o_number, b_number)

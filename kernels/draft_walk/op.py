@@ -68,6 +68,19 @@ def top_candidates(logits_XV: Tensor, rows_M: Tensor, num: int) -> Candidates:
     return found
 
 
+def path_scores(
+    previous_VW: Tensor,
+    candidate_VW: Tensor,
+    previous_M: Tensor,
+    ids_MK: Tensor,
+    logits_MK: Tensor,
+    projected_MW: Tensor,
+) -> Tensor:
+    """Scores in fp32 [M, K] of candidates after the tokens `previous_M`, in plain torch."""
+    query_MW = previous_VW[previous_M].float() * projected_MW.float()
+    return logits_MK.float() + (candidate_VW[ids_MK].float() * query_MW[:, None]).sum(-1)
+
+
 def walk(
     scored: Walk,
     candidates: Candidates,
@@ -131,13 +144,12 @@ def _plain_walk(
 ) -> None:
     shape = *rows_BJ.shape, -1
     ids_BJK, logits_BJK = candidates.ids_MK.view(shape), candidates.logits_MK.view(shape)
-    projected_BJW, previous_B = scored.projected_MW.view(shape).float(), scored.anchors_B
+    projected_BJW, previous_B = scored.projected_MW.view(shape), scored.anchors_B
     for place in range(rows_BJ.shape[1]):
         b = torch.nonzero(rows_BJ[:, place] >= 0)[:, 0]
         ids_bK, lanes_b = ids_BJK[b, place], lanes_B[b]
-        query_bW = scored.previous_VW[previous_B[b]].float() * projected_BJW[b, place]
-        added_bK = (scored.candidate_VW[ids_bK].float() * query_bW[:, None]).sum(-1)
-        scores_bK = logits_BJK[b, place] + added_bK
+        rows = ids_bK, logits_BJK[b, place], projected_BJW[b, place]
+        scores_bK = path_scores(scored.previous_VW, scored.candidate_VW, previous_B[b], *rows)
         probs_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
         chosen_b1 = invert(probs_bK, uniforms_BJ[b, place])[:, None]
         drafts_b = ids_bK.gather(1, chosen_b1)[:, 0]

@@ -1,0 +1,36 @@
+"""The kernels of draft_walk in Triton's interpreter: started by test_interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels import backend
+from idlm.kernels.sampling import Tuning
+from tests.kernels.cases.draft_walk import Case
+from tests.kernels.references.draft_walk import candidates_reference, walk_reference
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "has_kernels", lambda device: True)
+
+
+@pytest.mark.sweep_but(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_walks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts and what is stored; draws from the store follow it."""
+    from idlm.kernels.draft_walk import op
+
+    monkeypatch.setattr(op, "TILE", 128)
+    case = Case(seed, "cpu", tuning=Tuning(chunk=32), width=24 + 8 * (seed % 2))
+    found = case.candidates()
+    for m, row in enumerate(case.rows_BJ.flatten().tolist()):
+        if row >= 0:
+            assert found.ids_MK[m].tolist() == candidates_reference(case.logits_XV[row])
+            assert torch.equal(found.logits_MK[m], case.logits_XV[row, found.ids_MK[m]])
+    drafts_ZJ, q_ZJV, store = case.run(filters=seed != 1)
+    expected_ZJ, expected_ZJV = walk_reference(case, filters=seed != 1)
+    assert torch.equal(drafts_ZJ, expected_ZJ)
+    torch.testing.assert_close(q_ZJV, expected_ZJV, atol=2e-6, rtol=0)
+    case.check_draws(store, q_ZJV)
