@@ -143,8 +143,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     if settings.deterministic:
         check_products(model)
     if decoder.takes_selector and model.semantics.selector is not None:
-        selector = SELECTORS.get(model.semantics.selector)
-        decoder.selector = selector(path, model.trunk, dtype=model.dtype)
+        decoder.selector = SELECTORS.get(model.semantics.selector).load(path, model.trunk)
     tokenizer = None if shards.rank else _tokenizer(path, model)
     max_length = _max_length(settings, model)
     page_size = _page_size(settings, decoder.kv_policy.block_size)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from idlm.infer.models.base import ModelSpec
@@ -47,9 +46,14 @@ class Selector(ABC):
         """Raise UserError IDLM-0620 if the files in `directory` do not fit the model, without reading
         weights."""
 
+    @classmethod
     @abstractmethod
-    def __init__(self, directory: Path, trunk: DenseTrunk, *, dtype: torch.dtype) -> None:
-        """Load the weights to the trunk's device."""
+    def load(cls, directory: Path, trunk: DenseTrunk) -> Selector:
+        """Load the weights to the trunk's device, in its dtype."""
+
+    @abstractmethod
+    def moved(self, trunk: DenseTrunk) -> Selector:
+        """The same on the device of another trunk, by whose linear layers it computes."""
 
     @abstractmethod
     def draw(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from idlm.infer.models.base import ModelSpec
@@ -18,7 +17,7 @@ from idlm.infer.state.batch import Batch
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.draft_walk import Walk, top_candidates, walk
 from idlm.kernels.sampling import Drafts
-from idlm.selector import NUM_CANDIDATES, check_path_weights, load_path_weights
+from idlm.selector import NUM_CANDIDATES, PathWeights, check_path_weights, load_path_weights
 
 
 @SELECTORS.register("path")
@@ -29,11 +28,18 @@ class PathSelector(Selector):
     def check(cls, directory: Path, spec: ModelSpec) -> None:
         check_path_weights(directory, vocab_size=spec.vocab_size, width=spec.width)
 
-    def __init__(self, directory: Path, trunk: DenseTrunk, *, dtype: torch.dtype) -> None:
-        self.weights = load_path_weights(directory, dtype=dtype, device=trunk.embed.device)
-        self._linears = trunk.linears
+    def __init__(self, weights: PathWeights, trunk: DenseTrunk) -> None:
+        self._weights, self._linears = weights, trunk.linears
         # A power of two, also for the vocabularies of tests.
         self._num_candidates = 1 << (min(NUM_CANDIDATES, trunk.spec.vocab_size).bit_length() - 1)
+
+    @classmethod
+    def load(cls, directory: Path, trunk: DenseTrunk) -> PathSelector:
+        weights = load_path_weights(directory, dtype=trunk.embed.dtype, device=trunk.embed.device)
+        return cls(weights, trunk)
+
+    def moved(self, trunk: DenseTrunk) -> PathSelector:
+        return PathSelector(PathWeights(*(one.to(trunk.embed.device) for one in self._weights)), trunk)
 
     def draw(
         self, table: SequenceState, batch: Batch, rows: MaskRows, store: Drafts, drafts_ZJ: Tensor
@@ -42,9 +48,9 @@ class PathSelector(Selector):
         hidden_MD = wanted.hidden_RD[wanted.rows_X[rows_M.clamp(min=0)]]
         walk(
             Walk(
-                previous_VW=self.weights.previous_VW,
-                candidate_VW=self.weights.candidate_VW,
-                projected_MW=self._linears.linear(hidden_MD, self.weights.hidden_WD),
+                previous_VW=self._weights.previous_VW,
+                candidate_VW=self._weights.candidate_VW,
+                projected_MW=self._linears.linear(hidden_MD, self._weights.hidden_WD),
                 anchors_B=rows.anchors_B,
             ),
             top_candidates(wanted.logits(), rows_M, self._num_candidates),

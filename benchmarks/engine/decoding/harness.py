@@ -27,6 +27,8 @@ from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
+from idlm.infer.selectors.path import PathSelector
+from idlm.selector import SELECTOR_WIDTH, PathWeights
 
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
@@ -88,6 +90,8 @@ class Arm:
     num_inflight_steps: int = NUM_INFLIGHT_STEPS
     deterministic: bool = False
     warmup: Literal["auto", "full", "off"] = "off"
+    selector: bool = False
+    """Whether drafts come from a path selector of random weights."""
 
     @property
     def settling_tokens(self) -> int:
@@ -265,6 +269,10 @@ class SteadyEngine:
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineParts:
     chosen = DECODERS.get(arm.decoder)
     decoder = chosen(chosen.Config(**arm.decoder_options()), model.semantics)
+    if arm.selector:
+        shapes = (model.spec.vocab_size, SELECTOR_WIDTH), (SELECTOR_WIDTH, model.spec.width)
+        weights = (torch.randn(*shapes[i], device=model.device).to(model.dtype) for i in (0, 0, 1))
+        decoder.selector = PathSelector(PathWeights(*weights), model.trunk)
     lane_pages = -(-(max_length - 1 + max_rows(decoder, max_length)) // PAGE_SIZE)
     captures = arm.graphs and model.device.type == "cuda"
     parts = assembled(

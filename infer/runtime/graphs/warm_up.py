@@ -271,7 +271,10 @@ def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> St
     model = replace(model, trunk=trunk, spec=spec, local=spec, device=device)
     settings = replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)
     # The copy allocates its own state; a decoder made anew would repeat its warnings.
-    step = assemble(settings, model, None, copy.copy(parts.decoder), ()).step
+    decoder = copy.copy(parts.decoder)
+    if decoder.selector is not None:
+        decoder.selector = decoder.selector.moved(trunk)
+    step = assemble(settings, model, None, decoder, ()).step
     assert isinstance(step, StaticStep), f"{type(step)=}"
     return step
 

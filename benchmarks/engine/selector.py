@@ -1,0 +1,110 @@
+"""What a selector of drafts gains in tokens per forward pass, and its share of a step.
+
+    python -m benchmarks.selector model=PATH [task=ledger] [level=p4] [prompts=FILE] [num=64] [temperature=1.0]
+        [strategies=cold,branch] [stride=] [max_tokens=256] [device=auto] [record=true]
+    python -m benchmarks.selector shape=qwen3-8b [concurrency=1,64] [context=1024] [stride=8] [strategies=branch_3]
+        [trace=p0.78] [rounds=3] [tokens=192]
+
+`tokens_per_forward_gain`: a checkpoint with a selector, whose engine draws the drafts with it and without, on
+the same prompts (of a task, or as of idlm-bench). `step_share`: random weights of a true shape on one GPU,
+with the verdicts of a trace; what the selector adds to a step, over the step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
+from benchmarks.engine.decoding.replay import trace_of
+from benchmarks.models import random_model
+from benchmarks.shared import Report, defaults, numbers, parse_options, start
+from idlm.contracts import SamplingParams
+from idlm.infer.clients.loads import load_prompts
+from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import task_samples
+from idlm.tasks import TASKS
+
+DEFAULTS = defaults(
+    "model= shape= task=ledger level=p4 prompts= num=64 temperature=1.0 strategies= stride= max_tokens=256 "
+    "device=auto record=false concurrency=1,64 context=1024 trace=p0.78 rounds=3 tokens=192"
+)
+
+
+def measure(arguments: list[str]) -> int:
+    options = parse_options(arguments, DEFAULTS)
+    report = Report("selector", options)
+    if options["shape"]:
+        options = parse_options(arguments, DEFAULTS, needs_gpu="selector")
+        step_share(options, report)
+    else:
+        gain(options, report)
+    return report.status
+
+
+def gain(options: dict[str, str], report: Report) -> None:
+    num = int(options["num"])
+    if options["prompts"]:
+        prompts = load_prompts(options["prompts"])[:num]
+    else:
+        task = TASKS.get(options["task"])(level=options["level"])
+        prompts = [sample.prompt for sample in task_samples(task, "test", num)]
+    params = SamplingParams(
+        temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]), seed=1
+    )
+    more: dict[str, Any] = {"stride": int(options["stride"])} if options["stride"] else {}
+    for strategy in (options["strategies"] or "cold,branch").split(","):
+        found = {}
+        for selector in (False, True):
+            engine = Engine.from_pretrained(
+                options["model"],
+                "isd",
+                device=options["device"],
+                max_num_seqs=num,
+                rejection_strategy=strategy,
+                selector=selector,
+                **more,
+            )
+            done = engine.generate(prompts, params)
+            # Prompts are not decoded: each takes one pass, as all have room.
+            found[selector] = sum(len(c.token_ids) for c in done) / sum(c.num_forwards - 1 for c in done)
+            engine.close()
+        case = {"model": Path(options["model"]).name, "strategy": strategy, "prompts": len(prompts)}
+        case |= {"temperature": params.temperature}
+        report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)
+        report.add(case, "tokens_per_forward", found[True], "tokens", baseline=found[False])
+
+
+def step_share(options: dict[str, str], report: Report) -> None:
+    device = "cuda" if options["device"] == "auto" else options["device"]
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    stride, context = int(options["stride"] or 8), int(options["context"])
+    model = random_model(options["shape"], device=device, dtype=dtype)
+    for concurrency in numbers(options["concurrency"]):
+        load = Load(
+            concurrency=concurrency,
+            context=context,
+            num_tokens=int(options["tokens"]),
+            sampling=SAMPLING["T1"],
+        )
+        for strategy in (options["strategies"] or ("branch_3" if concurrency == 1 else "alternate")).split(","):
+            arms = [
+                Arm(name=f"selector={with_}", strategy=strategy, stride=stride, selector=with_)
+                for with_ in (False, True)
+            ]
+            engines = [SteadyEngine(model, arm, load, trace_of(options["trace"], stride)) for arm in arms]
+            found = [Measured(arm=arm, load=load, width=0) for arm in arms]
+            for _ in range(int(options["rounds"])):
+                for steady, measured in zip(engines, found, strict=True):
+                    steady.measure(measured)
+            plain, selected = (measured.step_ms() for measured in found)
+            case = {"shape": options["shape"], "concurrency": concurrency, "context": context}
+            case |= {"strategy": strategy, "stride": stride}
+            report.add(case, "step_share", (selected - plain) / plain, "share", baseline=None)
+            report.add(case, "step_ms", selected, "ms", baseline=plain)
+
+
+if __name__ == "__main__":
+    start(measure, __doc__)
