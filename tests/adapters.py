@@ -1,13 +1,15 @@
-"""Random gated adapters for tests: as `idlm-train` writes them, without training."""
+"""Random gated adapters and selectors for tests: as training writes them, without training."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from idlm.lora import MASK_ROW, PROJECTIONS, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
+from idlm.selector import SELECTOR_FILE
 from idlm.semantics import Semantics
 
 
@@ -46,4 +48,17 @@ def write_adapter(
         gated=True,
         base_identity=base_identity(base),
     ).save(directory)
+    return directory
+
+
+def add_selector(
+    directory: Path, *, vocab_size: int, width: int, size: float = 1.5, rank: int = 8, seed: int = 0
+) -> Path:
+    """Put a path selector of random weights beside a checkpoint; larger ones change scores more."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"previous_VW": (vocab_size, rank), "candidate_VW": (vocab_size, rank), "hidden_WD": (rank, width)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors["hidden_WD"] *= size / rank**0.5
+    save_file(tensors, directory / SELECTOR_FILE)
+    replace(Semantics.load(directory), selector="path").save(directory)
     return directory
