@@ -37,8 +37,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS)
     report = Report("selector", options)
     if options["shape"]:
-        options = parse_options(arguments, DEFAULTS, needs_gpu="selector")
-        step_share(options, report)
+        step_share(parse_options(arguments, DEFAULTS | {"device": "cuda"}, needs_gpu="selector"), report)
     else:
         gain(options, report)
     return report.status
@@ -78,7 +77,7 @@ def gain(options: dict[str, str], report: Report) -> None:
 
 
 def step_share(options: dict[str, str], report: Report) -> None:
-    device = "cuda" if options["device"] == "auto" else options["device"]
+    device = options["device"]
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     stride, context = int(options["stride"] or 8), int(options["context"])
     model = random_model(options["shape"], device=device, dtype=dtype)
