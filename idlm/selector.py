@@ -31,7 +31,7 @@ class PathWeights(NamedTuple):
 
 
 def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:
-    """UserError IDLM-0620 for a file that is missing or broken, or whose shapes do not fit the model's. No
+    """UserError IDLM-0621 for a file that is missing or broken, or whose shapes do not fit the model's. No
     weights are read."""
     path = Path(directory) / SELECTOR_FILE
     try:
@@ -39,7 +39,7 @@ def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, struct.error) as error:
         raise UserError(
-            "IDLM-0620",
+            "IDLM-0621",
             f"{path}, which idlm_config.json names a selector of drafts, cannot be read: {error}",
             fix="restore the file, or decode without it: decoder.selector=false",
         ) from error
@@ -57,7 +57,7 @@ def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:
         ]
         wrong += [f"{name} is unknown" for name in stored.keys() - wanted.keys()]
         raise UserError(
-            "IDLM-0620",
+            "IDLM-0621",
             f"the tensors of {path} do not fit the model: {'; '.join(wrong)}",
             fix="use the selector that was trained on this checkpoint, or decode without one: "
             "decoder.selector=false",

@@ -56,7 +56,11 @@ def add_selector(
 ) -> Path:
     """Put a path selector of random weights beside a checkpoint; larger ones change scores more."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"previous_VW": (vocab_size, rank), "candidate_VW": (vocab_size, rank), "hidden_WD": (rank, width)}
+    shapes = {
+        "previous_VW": (vocab_size, rank),
+        "candidate_VW": (vocab_size, rank),
+        "hidden_WD": (rank, width),
+    }
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors["hidden_WD"] *= size / rank**0.5
     save_file(tensors, directory / SELECTOR_FILE)

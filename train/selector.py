@@ -2,12 +2,12 @@
 
     python -m idlm.train.selector recipe=selector model.path=outputs/smollm2_lora data.path=chats.jsonl
 
-The options are those of `idlm-train`. The model runs over rows `[x_t | x_0]` of the checkpoint's own stride.
-For each mask whose true next token is among its 16 likeliest, the selector's distribution over these 16, after
-the true token before, is trained by cross-entropy, or with `train.distill=overlap` by its overlap with the
-distribution of the clean row, which is the expected acceptance. A mask in block position j predicts the token
-after the one at its own place, so that one is the predecessor. `output_dir` gets a copy of the checkpoint with
-the selector in it.
+The options are those of `idlm-train`, without stages. The model runs over rows `[x_t | x_0]` of the
+checkpoint's own stride. For each mask whose true next token is among its 16 likeliest, the selector's
+distribution over these 16, after the true token before, is trained by cross-entropy; with
+`train.distill=overlap`, for each mask, by its overlap with the distribution of the clean row, which is the
+expected acceptance. A mask predicts the token after its own position, so the token at that position is the
+predecessor. `output_dir` gets a copy of the checkpoint with the selector in it.
 
 Shape letters: M masks of a batch, V vocabulary, D width, K candidates."""
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from idlm.checkpoint import ADAPTER_CONFIG, FOR_PEOPLE, own_files, verify
 from idlm.cli import command
+from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
 from idlm.kernels.draft_walk import path_scores
@@ -82,11 +83,7 @@ class Losses:
 
 
 def main(arguments: list[str]) -> int:
-    from rich.console import Console
-
-    from idlm.config.compose import compose
-
-    train_selector(compose("train", TrainConfig, arguments), print_line=Console().print)
+    train_selector(compose("train", TrainConfig, arguments), print_line=partial(print, flush=True))
     return 0
 
 
@@ -112,9 +109,11 @@ def train_selector(config: TrainConfig, *, print_line: Callable[[str], Any] = pr
     prepared.model.requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(config.train.seed)
     head_VD = prepared.model.get_output_embeddings().weight
-    module = PathModule(*head_VD.shape, generator).to(head_VD.device)
+    module = PathModule(len(head_VD), head_VD.shape[1], generator).to(head_VD.device)
     num = sum(weight.numel() for weight in module.parameters())
-    print_line(f"selector of {num:,} weights, {prepared.curriculum.num_steps} steps, stride {semantics.stride}")
+    print_line(
+        f"selector of {num:,} weights, {prepared.curriculum.num_steps} steps, stride {semantics.stride}"
+    )
     _run(config, prepared, module, print_line, takes_overlap=takes_overlap)
     save(module, checkpoint, replace(semantics, selector="path"), Path(config.output_dir))
     print_line(f"checkpoint with the selector in {config.output_dir}")
@@ -195,12 +194,15 @@ def _terms(
     noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
     size = max(1, CHUNK_LOGITS // len(head.weight_VD))
     for noisy_m, clean_m in zip(noisy_M.split(size), clean_M.split(size), strict=True):
-        rows = noisy_m, ids_R[clean_m], batch["labels"].flatten()[noisy_m]
+        tokens = ids_R[clean_m], batch["labels"].flatten()[noisy_m]
         loss, sums = selector_loss(
             module.weights(),
-            [nn.functional.linear(hidden_RD[part], head.weight_VD, head.bias_V) for part in (noisy_m, clean_m)],
+            [
+                nn.functional.linear(hidden_RD[part], head.weight_VD, head.bias_V)
+                for part in (noisy_m, clean_m)
+            ],
             hidden_RD[noisy_m],
-            rows[1:],
+            tokens,
             takes_overlap=takes_overlap,
         )
         # A quotient would have no gradient here.

@@ -1,9 +1,9 @@
 """What a selector of drafts gains in tokens per forward pass, and its share of a step.
 
-    python -m benchmarks.selector model=PATH [task=ledger] [level=p4] [prompts=FILE] [num=64] [temperature=1.0]
-        [strategies=cold,branch] [stride=] [max_tokens=256] [device=auto] [record=true]
-    python -m benchmarks.selector shape=qwen3-8b [concurrency=1,64] [context=1024] [stride=8] [strategies=branch_3]
-        [trace=p0.78] [rounds=3] [tokens=192]
+    python -m benchmarks.selector model=PATH [task=ledger] [level=p4] [prompts=FILE] [num=64]
+        [temperature=1.0] [strategies=cold,branch] [stride=] [max_tokens=256] [device=auto] [record=true]
+    python -m benchmarks.selector shape=qwen3-8b [concurrency=1,64] [context=1024] [stride=8]
+        [strategies=branch_3] [trace=p0.78] [rounds=3] [tokens=192] [record=true]
 
 `tokens_per_forward_gain`: a checkpoint with a selector, whose engine draws the drafts with it and without, on
 the same prompts (of a task, or as of idlm-bench). `step_share`: random weights of a true shape on one GPU,
@@ -88,7 +88,9 @@ def step_share(options: dict[str, str], report: Report) -> None:
             num_tokens=int(options["tokens"]),
             sampling=SAMPLING["T1"],
         )
-        for strategy in (options["strategies"] or ("branch_3" if concurrency == 1 else "alternate")).split(","):
+        for strategy in (options["strategies"] or ("branch_3" if concurrency == 1 else "alternate")).split(
+            ","
+        ):
             arms = [
                 Arm(name=f"selector={with_}", strategy=strategy, stride=stride, selector=with_)
                 for with_ in (False, True)

@@ -25,7 +25,7 @@ from idlm.infer.selectors.base import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.sampling import draft_probs, draw_stored, emit_and_draft, nonfinite, put, verify
+from idlm.kernels.sampling import Verdict, draft_probs, draw_stored, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
@@ -241,17 +241,9 @@ class IsdDecoder(Decoder):
         )
         rows_BJ = verdict.draft_rows_BJ
         if self.selector is not None:
-            mask_rows_BJ = rows_BJ
-            if self._drafts_again[batch.mode]:
-                is_mask_BJ = rows_BJ - plan.first_logit_B[:, None] > num_drafts_B[:, None]
-                mask_rows_BJ, rows_BJ = rows_BJ.where(is_mask_BJ, NO_ROW), rows_BJ.where(~is_mask_BJ, NO_ROW)
-            rows = MaskRows(
-                wanted=wanted,
-                rows_BJ=mask_rows_BJ,
-                anchors_B=verdict.token_ids_BA.gather(1, verdict.accepted_B[:, None])[:, 0],
-                uniforms_BJ=uniforms_BD[:, num_masks + 1 : 2 * num_masks + 1],
+            rows_BJ = self._select(
+                table, batch, wanted, verdict, plan.first_logit_B, num_drafts_B, uniforms_BD
             )
-            self.selector.draw(table, batch, rows, self.draft_probs, self.drafts_ZJ)
         if self.selector is None or self._drafts_again[batch.mode]:
             put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
         if batch.grammars is not None:
@@ -272,11 +264,37 @@ class IsdDecoder(Decoder):
             nonfinite_B=nonfinite(probs, rows_BA),
         )
 
-    def _candidates(
-        self, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor
+    def _select(
+        self,
+        table: SequenceState,
+        batch: Batch,
+        wanted: WantedRows,
+        verdict: Verdict,
+        first_rows_B: Tensor,
+        num_drafts_B: Tensor,
+        uniforms_BD: Tensor,
     ) -> Tensor:
+        """Draw the drafts of mask rows by the selector; returns the rows of the others. `num_drafts_B`: of
+        the tested ones, whose rows come before those of masks."""
+        assert self.selector is not None
+        num_masks, rows_BJ = self.num_masks, verdict.draft_rows_BJ
+        mask_rows_BJ, other_rows_BJ = rows_BJ, rows_BJ
+        if self._drafts_again[batch.mode]:
+            is_mask_BJ = rows_BJ - first_rows_B[:, None] > num_drafts_B[:, None]
+            mask_rows_BJ, other_rows_BJ = (rows_BJ.where(part, NO_ROW) for part in (is_mask_BJ, ~is_mask_BJ))
+        rows = MaskRows(
+            wanted=wanted,
+            rows_BJ=mask_rows_BJ,
+            anchors_B=verdict.token_ids_BA.gather(1, verdict.accepted_B[:, None])[:, 0],
+            uniforms_BJ=uniforms_BD[:, num_masks + 1 : 2 * num_masks + 1],
+        )
+        self.selector.draw(table, batch, rows, self.draft_probs, self.drafts_ZJ)
+        return other_rows_BJ
+
+    def _candidates(self, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor) -> Tensor:
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
-        draws from its stored distribution, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
+        draws from its stored distribution, or for one that takes the likeliest tokens these in falling order;
+        -1 where there is no row."""
         grammars, num_masks = batch.grammars, self.num_masks
         index_M = grammars.index_M
         rows_MJ, uniforms_MQ = rows_BJ[index_M], uniforms_BD[index_M, 2 * num_masks + 1 :]

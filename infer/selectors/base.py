@@ -43,7 +43,7 @@ class Selector(ABC):
     @classmethod
     @abstractmethod
     def check(cls, directory: Path, spec: ModelSpec) -> None:
-        """Raise UserError IDLM-0620 if the files in `directory` do not fit the model, without reading
+        """Raise UserError IDLM-0621 if the files in `directory` do not fit the model, without reading
         weights."""
 
     @classmethod

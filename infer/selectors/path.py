@@ -1,7 +1,7 @@
 """The path selector: scores of the likeliest tokens of a mask row after the draft before it (DFlash 2).
 
-`idlm.selector` states the score. One launch finds the candidates of all rows, and one walks over the drafts
-of a sequence. B sequences, J drafts, M = B * J draft rows."""
+`idlm.selector` states the score. Two launches select the candidates of all rows, one draws the drafts of each
+sequence in order, and one stores what they were drawn from. B sequences, J drafts, M = B * J draft rows."""
 
 from __future__ import annotations
 

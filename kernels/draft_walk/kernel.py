@@ -117,8 +117,8 @@ def walk_kernel(
     o_width, o_index = tl.arange(0, WIDTH), tl.arange(0, K)
     m_width = o_width < width
     previous = tl.load(scored.anchors_B + i_sequence)
-    for place in range(num_drafts):
-        i_draft = i_sequence * num_drafts + place
+    for j in range(num_drafts):
+        i_draft = i_sequence * num_drafts + j
         if tl.load(p_rows + i_draft) >= 0:
             b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
             b_logits = tl.load(candidates.logits_MK + i_draft * K + o_index)
@@ -134,11 +134,11 @@ def walk_kernel(
             b_kept = kept_scores(b_stored.to(tl.float32), scale, settings, lane, FILTERS, K)
             tl.store(p_scores + i_draft * K + o_index, b_kept)
             b_weight = weight(b_kept, 0.0, scale)
-            uniform = tl.load(p_uniforms + i_sequence * uniform_stride + place)
+            uniform = tl.load(p_uniforms + i_sequence * uniform_stride + j)
             target = (uniform * tl.sum(b_weight, 0).to(tl.float64)).to(tl.float32)
             chosen = pick(b_weight, target, K)
             previous = tl.sum(tl.where(o_index == chosen, b_id, 0), 0)
-            tl.store(p_drafts + lane * num_drafts + place, previous)
+            tl.store(p_drafts + lane * num_drafts + j, previous)
 
 
 @triton.jit

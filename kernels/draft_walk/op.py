@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from idlm.kernels import backend
-from idlm.kernels.sampling import Drafts, DraftProbs
+from idlm.kernels.sampling import DraftProbs, Drafts
 from idlm.kernels.sampling.draws import invert
 from idlm.kernels.sampling.probs import plain_row_probs
 from idlm.kernels.sampling.types import TUNING, ChunkShape, PlainDraftProbs, Tuning
 
 TILE = 4096
-"""Tokens of which one program finds the K likeliest."""
+"""Tokens of which one program selects the K likeliest."""
 
 
 class Candidates(NamedTuple):
@@ -41,8 +41,9 @@ def top_candidates(logits_XV: Tensor, rows_M: Tensor, num: int) -> Candidates:
     """The `num` likeliest tokens of some rows, ties to the lower id; of row -1 anything."""
     num_rows, num_tokens = len(rows_M), logits_XV.shape[1]
     if not backend.has_kernels(logits_XV.device):
-        found = logits_XV[rows_M.clamp(min=0)].float().sort(dim=-1, descending=True, stable=True)
-        return Candidates(found.indices[:, :num].contiguous(), found.values[:, :num].contiguous())
+        chosen_MV = logits_XV[rows_M.clamp(min=0)].float()
+        values_MV, ids_MV = chosen_MV.sort(dim=-1, descending=True, stable=True)
+        return Candidates(ids_MV[:, :num].contiguous(), values_MV[:, :num].contiguous())
     import triton
 
     from idlm.kernels.draft_walk import kernel
@@ -145,15 +146,15 @@ def _plain_walk(
     shape = *rows_BJ.shape, -1
     ids_BJK, logits_BJK = candidates.ids_MK.view(shape), candidates.logits_MK.view(shape)
     projected_BJW, previous_B = scored.projected_MW.view(shape), scored.anchors_B
-    for place in range(rows_BJ.shape[1]):
-        b = torch.nonzero(rows_BJ[:, place] >= 0)[:, 0]
-        ids_bK, lanes_b = ids_BJK[b, place], lanes_B[b]
-        rows = ids_bK, logits_BJK[b, place], projected_BJW[b, place]
+    for j in range(rows_BJ.shape[1]):
+        b = torch.nonzero(rows_BJ[:, j] >= 0)[:, 0]
+        ids_bK, lanes_b = ids_BJK[b, j], lanes_B[b]
+        rows = ids_bK, logits_BJK[b, j], projected_BJW[b, j]
         scores_bK = path_scores(scored.previous_VW, scored.candidate_VW, previous_B[b], *rows)
         probs_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
-        chosen_b1 = invert(probs_bK, uniforms_BJ[b, place])[:, None]
+        chosen_b1 = invert(probs_bK, uniforms_BJ[b, j])[:, None]
         drafts_b = ids_bK.gather(1, chosen_b1)[:, 0]
-        q_bV = torch.zeros_like(store.probs_ZJV[lanes_b, place])
-        store.probs_ZJV[lanes_b, place] = q_bV.scatter_(1, ids_bK, probs_bK)
-        drafts_ZJ[lanes_b, place] = drafts_b
+        q_bV = torch.zeros_like(store.probs_ZJV[lanes_b, j])
+        store.probs_ZJV[lanes_b, j] = q_bV.scatter_(1, ids_bK, probs_bK)
+        drafts_ZJ[lanes_b, j] = drafts_b
         previous_B = previous_B.index_copy(0, b, drafts_b)

@@ -78,9 +78,7 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
         )
 
 
-def draw_stored(
-    store: Drafts, lanes_M: Tensor, uniforms_MJC: Tensor, *, tuning: Tuning = TUNING
-) -> Tensor:
+def draw_stored(store: Drafts, lanes_M: Tensor, uniforms_MJC: Tensor, *, tuning: Tuning = TUNING) -> Tensor:
     """Independent tokens [M, J, C] of the stored distributions of each draft J of some lanes."""
     probs: Probs
     if isinstance(store, PlainDraftProbs):

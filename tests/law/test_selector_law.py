@@ -87,21 +87,27 @@ def test_structured_answers_follow_the_masked_law(tmp_path: Path, options: dict[
 Draw = Callable[..., None]
 
 
-def _q_before_the_selector(draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any) -> None:
+def _q_before_the_selector(
+    draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any
+) -> None:
     draw(self, table, batch, rows, *state)
     probs = table.probs(rows.wanted.logits(), batch.lanes_B, batch.filters)
     active_B = rows.rows_BJ.amax(1) >= 0
     put(state[0], batch.lanes_B, probs, rows.rows_BJ, active_B=active_B)
 
 
-def _q_after_another_token(draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any) -> None:
+def _q_after_another_token(
+    draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any
+) -> None:
     draw(self, table, batch, rows, *state)
     drafts_ZJ = state[1].clone()
     draw(self, table, batch, replace(rows, anchors_B=(rows.anchors_B + 1) % VOCAB), *state)
     state[1].copy_(drafts_ZJ)
 
 
-def _q_outside_of_the_candidates(draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any) -> None:
+def _q_outside_of_the_candidates(
+    draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any
+) -> None:
     """The residual subtracts what the plain q has on tokens that are no candidates."""
     draw(self, table, batch, rows, *state)
     store = state[0]
@@ -111,7 +117,9 @@ def _q_outside_of_the_candidates(draw: Draw, self: PathSelector, table: Any, bat
     store.probs_ZJV[batch.lanes_B] = torch.where(own_BJV > 0, own_BJV, 3 * plain)
 
 
-def _a_number_of_the_test(draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any) -> None:
+def _a_number_of_the_test(
+    draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any
+) -> None:
     """The next step's test would need another number: here drafts share that of the emitted token."""
     num_drafts = rows.uniforms_BJ.shape[1]
     first_B1 = table.uniforms(batch.lanes_B, num_drafts + 1)[:, num_drafts:]

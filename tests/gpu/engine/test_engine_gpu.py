@@ -21,9 +21,10 @@ from idlm.infer.models.fp8 import quantise
 from idlm.infer.models.loader import LoadedModel
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
-from tests.adapters import write_adapter
+from tests.adapters import add_selector, write_adapter
+from tests.contracts import engines
 from tests.contracts.engines import answers_and_margins
-from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
+from tests.law.harness import NEUTRAL, PROMPT, VOCAB, build_engine, fits, misfits, sample, write_law_toy
 from tests.toy import load_model, write_toy_checkpoint
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
@@ -161,3 +162,30 @@ def test_joint_draws_have_the_ar_law(tmp_path: Path, stride: int, strategy: str)
         engine = build_engine(directory, "isd", **options)  # type: ignore[arg-type]
     sampled = sample(engine, [(PROMPT, NEUTRAL)], DRAWS, per_request=1000)
     assert not misfits(fits(directory, sampled), LEVEL)
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+@pytest.mark.parametrize("strategy", ["tree", "branch"])
+def test_a_selector_of_drafts_leaves_the_law(tmp_path: Path, strategy: str) -> None:
+    toy = add_selector(write_law_toy(tmp_path / "toy"), vocab_size=VOCAB, width=8)
+    engine = build_engine(toy, "isd", stride=4, rejection_strategy=strategy)
+    settings = [(PROMPT, replace(NEUTRAL, temperature=each)) for each in (0.7, 1.0, 1.3)]
+    found = fits(toy, sample(engine, [*settings, (PROMPT, replace(NEUTRAL, top_k=3, top_p=0.8))], 20_000))
+    assert not misfits(found, LEVEL), found
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+def test_graphs_select_the_drafts_of_eager_passes(tmp_path: Path) -> None:
+    """And greedy answers are those of AR."""
+    toy = add_selector(engines.write_converted_toy(tmp_path / "toy"), vocab_size=48, width=32)
+    prompts = engines.prompts_of([5, 17, 9, 30])
+    drawn = [SamplingParams(max_tokens=40, seed=seed, temperature=0.8, top_p=0.9) for seed in range(4)]
+    greedy = [SamplingParams(max_tokens=40, temperature=0)] * 4
+    expected = engines.build_engine(toy, "ar").generate(prompts, greedy)
+    found = {}
+    for graphs in ("on", "off"):
+        engine = engines.build_engine(toy, "isd", stride=4, graphs=graphs)
+        assert engine.settings.graphs == graphs
+        found[graphs] = engines.answers(engine.generate(prompts, drawn))
+        assert engines.answers(engine.generate(prompts, greedy)) == engines.answers(expected)
+    assert found["on"] == found["off"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from idlm.kernels.sampling import RowProbs, Tuning, draw, row_probs, uniforms
 from idlm.kernels.sampling.probs import plain_row_probs
+from tests.kernels.cases.draft_walk import Case as Walks
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -22,6 +23,7 @@ from tests.kernels.cases.sampling import (
 )
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
+from tests.kernels.references.draft_walk import candidates_reference, walk_reference
 
 CASES_PER_SEED = 12
 # Few, because every combination with a tuning and a dtype is compiled anew.
@@ -167,3 +169,29 @@ def test_nothing_waits_for_the_device_and_a_graph_repeats_the_step() -> None:
     found_X.zero_()
     graph.replay()
     assert torch.equal(found_X, expected_X)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_walks_on_a_gpu(seed: int) -> None:
+    case, filters = Walks(seed, "cuda", num_tokens=9000, num_drafts=7), seed % 2 == 0
+    found = case.candidates()
+    for m, row in enumerate(case.rows_BJ.flatten().tolist()):
+        if row >= 0:
+            assert found.ids_MK[m].tolist() == candidates_reference(case.logits_XV[row].cpu())
+    drafts_ZJ, q_ZJV, store = case.run(filters=filters)
+    expected_ZJ, expected_ZJV = walk_reference(case, filters=filters)
+    assert torch.equal(drafts_ZJ.cpu(), expected_ZJ)
+    torch.testing.assert_close(q_ZJV.cpu(), expected_ZJV, atol=2e-6, rtol=0)
+    case.check_draws(store, q_ZJV)
+
+
+def test_sixteen_bits_draw_from_what_they_store() -> None:
+    """Frequencies of drafts after the anchor, by numbers that are spread evenly."""
+    case = Walks(1, "cuda", num_tokens=4000, num_drafts=1, dtype=torch.bfloat16)
+    counts_ZV, num = torch.zeros(7, 4000, dtype=torch.float64, device="cuda"), 400
+    for index in range(num):
+        case.uniforms_BJ.fill_((index + 0.5) / num)
+        drafts_ZJ, q_ZJV, _ = case.run(filters=True)
+        is_drawn_Z = drafts_ZJ[:, 0] >= 0
+        counts_ZV[is_drawn_Z, drafts_ZJ[is_drawn_Z, 0]] += 1 / num
+    assert (counts_ZV - q_ZJV[:, 0]).abs().max() <= 1.01 / num

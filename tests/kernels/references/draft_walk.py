@@ -31,11 +31,11 @@ def walk_reference(case: Case, *, filters: bool) -> tuple[Tensor, Tensor]:
         settings = [float(setting[lane]) for setting in case.settings]
         if not filters:
             settings[1:] = 0, 1.0, 0.0
-        for place, row in enumerate(case.rows_BJ[b].tolist()):
+        for j, row in enumerate(case.rows_BJ[b].tolist()):
             if row < 0:
                 continue
             ids = candidates_reference(case.logits_XV[row])
-            projected_W = case.scored.projected_MW[b * case.num_drafts + place].double()
+            projected_W = case.scored.projected_MW[b * case.num_drafts + j].double()
             query_W = previous_VW[previous] * projected_W
             scores = [float(case.logits_XV[row, i]) + float(query_W @ candidate_VW[i]) for i in ids]
             temperature, top_k, top_p, min_p = settings
@@ -46,8 +46,8 @@ def walk_reference(case: Case, *, filters: bool) -> tuple[Tensor, Tensor]:
                 torch.tensor([top_p]),
                 torch.tensor([min_p]),
             )[0]
-            reached = (q_K.cumsum(0) > float(case.uniforms_BJ[b, place])) & (q_K > 0)
+            reached = (q_K.cumsum(0) > float(case.uniforms_BJ[b, j])) & (q_K > 0)
             previous = ids[int(reached.long().argmax())]
-            drafts_ZJ[lane, place] = previous
-            q_ZJV[lane, place, torch.tensor(ids)] = q_K
+            drafts_ZJ[lane, j] = previous
+            q_ZJV[lane, j, torch.tensor(ids)] = q_K
     return drafts_ZJ, q_ZJV

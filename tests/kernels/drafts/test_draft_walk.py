@@ -1,0 +1,65 @@
+"""Walks over drafts in plain torch against their definition; the kernels: interpreted/draft_walk.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.draft_walk import Walk, top_candidates, walk
+from idlm.kernels.sampling import draft_probs
+from tests.kernels.cases.draft_walk import Case
+from tests.kernels.references.draft_walk import candidates_reference, walk_reference
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_walk_follows_its_definition(filters: bool) -> None:
+    case = Case(3, "cpu", num_tokens=60)
+    found = case.candidates()
+    for m, row in enumerate(case.rows_BJ.flatten().tolist()):
+        if row >= 0:
+            assert found.ids_MK[m].tolist() == candidates_reference(case.logits_XV[row])
+    drafts_ZJ, q_ZJV, store = case.run(filters=filters)
+    expected_ZJ, expected_ZJV = walk_reference(case, filters=filters)
+    assert torch.equal(drafts_ZJ, expected_ZJ)
+    torch.testing.assert_close(q_ZJV, expected_ZJV, atol=2e-6, rtol=0)
+    case.check_draws(store, q_ZJV)
+
+
+def test_an_unwritten_lane_stays_as_it_is() -> None:
+    drafts_ZJ, q_ZJV, _ = Case(0, "cpu", num_tokens=60).run(filters=False)
+    assert bool((drafts_ZJ == -5).any()) and not q_ZJV[drafts_ZJ == -5].any()
+
+
+@pytest.mark.sweep
+def test_the_kernels_compile_for_hopper_without_spills() -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.hopper_compiler import compiled_launches
+
+    def launch() -> None:
+        meta, (num_lanes, num_drafts, num_tokens) = torch.device("meta"), (9, 7, 151_936)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=meta)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return empty(*shape, dtype=torch.int64)
+
+        floats = empty(num_lanes, dtype=torch.float64)
+        store = draft_probs(num_lanes, num_drafts, num_tokens, dtype=torch.bfloat16, device=meta)
+        for filters in (False, True):
+            walk(
+                Walk(empty(num_tokens, 256), empty(num_tokens, 256), empty(28, 256), ints(4)),
+                top_candidates(empty(200, num_tokens), ints(28), 16),
+                store,
+                (floats, ints(num_lanes), floats, floats),
+                filters=filters,
+                rows_BJ=ints(4, num_drafts),
+                lanes_B=ints(4),
+                uniforms_BJ=empty(4, 15, dtype=torch.float64)[:, 8:],
+                drafts_ZJ=ints(num_lanes, num_drafts),
+            )
+
+    found = compiled_launches(launch)
+    names = {"tile_candidates_kernel", "merge_candidates_kernel", "walk_kernel", "put_candidates_kernel"}
+    assert {name for name, _ in found} == names
+    assert all(compiled.spilled_bytes == 0 for _, compiled in found)
