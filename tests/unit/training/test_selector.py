@@ -1,0 +1,110 @@
+"""Training a selector: its loss by hand, the rows that count, and whole runs on a model and on an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idlm.checkpoint import verify
+from idlm.config.compose import compose
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.selector import SELECTOR_FILE, PathWeights
+from idlm.semantics import Semantics
+from idlm.train.config.schema import TrainConfig
+from idlm.train.selector import selector_loss, train_selector
+from tests.adapters import write_adapter
+from tests.integration.training.test_train_tiny import arguments
+from tests.tiny_training import write_tiny_base
+
+MASK_ID = 191
+
+
+def _config(checkpoint: Path, output: Path, **changes: object) -> TrainConfig:
+    more = {"train.steps": 3, "train.stages": "[{stride: 3, fraction: 1.0}]", "train.learning_rate": 0.05}
+    return compose("train", TrainConfig, arguments(checkpoint, output, **(more | changes)))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("home") / "base")
+
+
+@pytest.mark.parametrize("takes_overlap", [False, True])
+def test_the_loss_is_its_definition(takes_overlap: bool) -> None:
+    """Of 20 tokens 16 are candidates; a mask whose token is not among them trains the overlap alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weights = PathWeights(*(normal(*shape).requires_grad_() for shape in ((20, 4), (20, 4), (4, 6))))
+    draft_MV, clean_MV, hidden_MD = normal(5, 20), normal(5, 20), normal(5, 6)
+    previous_M = torch.tensor([3, 0, 19, 7, 7])
+    labels_M = torch.tensor([*draft_MV[:4].argmax(-1).tolist(), int(draft_MV[4].argmin())])
+    loss, sums = selector_loss(
+        weights, [draft_MV, clean_MV], hidden_MD, (previous_M, labels_M), takes_overlap=takes_overlap
+    )
+    expected, num_trained, overlap, plain = 0.0, 0, 0.0, 0.0
+    for m in range(5):
+        ids = draft_MV[m].topk(16).indices
+        query_W = weights.previous_VW[previous_M[m]] * (weights.hidden_WD @ hidden_MD[m])
+        q_K = (draft_MV[m, ids] + weights.candidate_VW[ids] @ query_W).softmax(-1)
+        p_V = clean_MV[m].softmax(-1)
+        q_K = q_K.detach()
+        own = float(torch.minimum(q_K, p_V[ids]).sum())
+        overlap, plain = overlap + own, plain + float(torch.minimum(draft_MV[m].softmax(-1), p_V).sum())
+        is_among = bool((ids == labels_M[m]).any())
+        num_trained += is_among or takes_overlap
+        if takes_overlap:
+            expected += 1 - own
+        elif is_among:
+            expected -= float(q_K[ids == labels_M[m]].log())
+    values = torch.tensor([5, num_trained, expected, plain, overlap], dtype=torch.float64)
+    torch.testing.assert_close(sums, values, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in weights)
+
+
+def test_a_run_changes_the_selector_alone(base: Path, tmp_path: Path) -> None:
+    """The acceptance before the first step is that of plain drafts among their candidates; the checkpoint is
+    a copy, which the engine loads."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "model")
+    for path in base.glob("tokenizer*"):
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    Semantics(mask_token_id=MASK_ID, stride=3).save(tmp_path / "model")
+    lines: list[str] = []
+    module = train_selector(_config(tmp_path / "model", tmp_path / "out"), print_line=lines.append)
+    verify(tmp_path / "out")
+    assert Semantics.load(tmp_path / "out").selector == "path"
+    stored = load_file(tmp_path / "out" / SELECTOR_FILE)
+    assert torch.equal(stored["candidate_VW"], module.candidate_VW) and module.candidate_VW.any()
+    weights = (tmp_path / name / "model.safetensors" for name in ("model", "out"))
+    assert len({path.read_bytes() for path in weights}) == 1
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    engine = Engine.from_pretrained(tmp_path / "out", "isd", device="cpu", max_length=64)
+    assert engine.decoder.selector is not None
+    assert len(engine.generate(["Tom has 4 books."])) == 1
+
+
+def test_a_run_on_an_adapter_publishes_the_adapter(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=MASK_ID, stride=3)
+    train_selector(_config(adapter, tmp_path / "out"), print_line=lambda line: None)
+    verify(tmp_path / "out")
+    found = Semantics.load(tmp_path / "out")
+    assert found.selector == "path" and found.gated
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    engine = Engine.from_pretrained(tmp_path / "out", "isd", device="cpu", max_length=64)
+    assert engine.decoder.selector is not None
+
+
+def test_a_checkpoint_without_masks_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="IDLM-0521"):
+        train_selector(_config(base, tmp_path / "out"), print_line=lambda line: None)
