@@ -253,9 +253,7 @@ class IsdDecoder(Decoder):
         rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
-        if self._has_halves:
-            surprise_B = (verdict.accepted_B > 0).float() - self.score_Z[lanes_B]
-            self.score_Z[lanes_B] += SCORE_RATE * surprise_B * (verdict.tested_B > 0)
+        self._score(lanes_B, verdict)
         return StepOutcome(
             token_ids_BJ=verdict.token_ids_BA,
             num_emitted_B=verdict.num_emitted_B,
@@ -263,6 +261,12 @@ class IsdDecoder(Decoder):
             num_tested_B=verdict.tested_B,
             nonfinite_B=nonfinite(probs, rows_BA),
         )
+
+    def _score(self, lanes_B: Tensor, verdict: Verdict) -> None:
+        """Note how often the first draft of each sequence is accepted, if halves depend on it."""
+        if self._has_halves:
+            surprise_B = (verdict.accepted_B > 0).float() - self.score_Z[lanes_B]
+            self.score_Z[lanes_B] += SCORE_RATE * surprise_B * (verdict.tested_B > 0)
 
     def _select(
         self,

@@ -13,7 +13,6 @@ from idlm.kernels.sampling.kernel import (
     NUM_NUMBERS,
     SCALE,
     THRESHOLD,
-    pick,
     scale_of,
     weight,
 )
@@ -73,23 +72,29 @@ def merge_candidates_kernel(p_parts, p_rows, found, num_parts, PARTS: tl.constex
 def kept_scores(b_scores, scale, settings, lane, FILTERS: tl.constexpr, K: tl.constexpr):
     """Scores, relative to the largest, of the candidates that a lane's settings keep; -inf for the others."""
     o_index = tl.arange(0, K)
+    b_above = b_scores[None, :] > b_scores[:, None]
+    b_before = b_above | ((b_scores[None, :] == b_scores[:, None]) & (o_index[None, :] < o_index[:, None]))
+    b_is_best = tl.sum(b_before.to(tl.int32), 1) == 0
+    b_kept = o_index < K
+    if FILTERS:
+        top_k, top_p = tl.load(settings[1] + lane), tl.load(settings[2] + lane)
+        b_kept = (tl.sum(b_above.to(tl.int32), 1) < top_k) | (top_k <= 0)
+        b_mass = tl.where(b_kept, weight(b_scores, 0.0, scale), 0.0).to(tl.float64)
+        b_sum = tl.sum(tl.where(b_before, b_mass[None, :], 0.0), 1)
+        b_kept = b_kept & ((b_sum < top_p * tl.sum(b_mass, 0)) | (top_p >= 1) | b_is_best)
+        b_kept = b_kept & (b_mass >= tl.load(settings[3] + lane))
     is_greedy = tl.load(settings[0] + lane) == 0
-    b_before = b_scores[None, :] > b_scores[:, None]
-    b_first = b_before | ((b_scores[None, :] == b_scores[:, None]) & (o_index[None, :] < o_index[:, None]))
-    b_kept = tl.sum(b_first.to(tl.int32), 1) == 0
-    if not is_greedy:
-        b_kept = o_index >= 0
-        if FILTERS:
-            top_k = tl.load(settings[1] + lane)
-            top_p = tl.load(settings[2] + lane)
-            if (top_k > 0) & (top_k < K):
-                b_kept = tl.sum(b_before.to(tl.int32), 1) < top_k
-            b_mass = tl.where(b_kept, weight(b_scores, 0.0, scale), 0.0).to(tl.float64)
-            if top_p < 1:
-                b_sum = tl.sum(tl.where(b_first, b_mass[None, :], 0.0), 1)
-                b_kept = b_kept & ((b_sum < top_p * tl.sum(b_mass, 0)) | (b_sum == 0))
-            b_kept = b_kept & (b_mass >= tl.load(settings[3] + lane))
-    return tl.where(b_kept, b_scores, float("-inf"))
+    return tl.where(tl.where(is_greedy, b_is_best, b_kept), b_scores, float("-inf"))
+
+
+@triton.jit
+def pick_few(b_mass, target, K: tl.constexpr):
+    """`pick` of few positions: sums instead of a scan, whose elements must not be held twice."""
+    o_index = tl.arange(0, K)
+    b_total = tl.sum(tl.where(o_index[None, :] <= o_index[:, None], b_mass[None, :], 0.0), 1)
+    first = tl.min(tl.where((b_total > target) & (b_mass > 0), o_index, K), 0)
+    last = tl.max(tl.where(b_mass > 0, o_index, 0), 0)
+    return tl.where(first < K, first, last)
 
 
 @triton.jit
@@ -136,7 +141,7 @@ def walk_kernel(
             b_weight = weight(b_kept, 0.0, scale)
             uniform = tl.load(p_uniforms + i_sequence * uniform_stride + j)
             target = (uniform * tl.sum(b_weight, 0).to(tl.float64)).to(tl.float32)
-            chosen = pick(b_weight, target, K)
+            chosen = pick_few(b_weight, target, K)
             previous = tl.sum(tl.where(o_index == chosen, b_id, 0), 0)
             tl.store(p_drafts + lane * num_drafts + j, previous)
 
