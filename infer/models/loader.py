@@ -207,11 +207,10 @@ def _no_checkpoint(directory: Path) -> UserError:
     format_name = weights.other_format(directory)
     if format_name is not None:
         what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
-    return UserError(
-        "IDLM-0600",
-        f"{directory} {what}",
-        fix="give the directory that holds config.json and weights as safetensors",
-    )
+    fix = "give the directory that holds config.json and weights as safetensors"
+    if (directory / "run" / "config.yaml").is_file():
+        what, fix = f"{what}: its run of idlm-train is not finished", "start the idlm-train command again"
+    return UserError("IDLM-0600", f"{directory} {what}", fix=fix)
 
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:

@@ -166,6 +166,14 @@ def test_other_formats_are_named(checkpoint: Path, name: str, words: str) -> Non
     refused(checkpoint, "IDLM-0600", "has no config.json: it has", words)
 
 
+def test_the_folder_of_a_run_that_is_not_finished_is_named(checkpoint: Path) -> None:
+    (checkpoint / "run").mkdir()
+    (checkpoint / "run" / "config.yaml").touch()
+    load_model(checkpoint)
+    (checkpoint / "config.json").unlink()
+    refused(checkpoint, "IDLM-0600", "has no config.json: its run of idlm-train is not finished", "again")
+
+
 def test_pickled_weights_are_refused_with_the_way_to_convert(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     refused(checkpoint, "IDLM-0602", "pytorch_model.bin", "save_pretrained")
