@@ -124,7 +124,7 @@ def with_q_of_another_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isd, "put", put)
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "plant",
     [
