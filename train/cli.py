@@ -68,9 +68,10 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
         with command.importing():
             command.leave_out_unused()
             from idlm.train.planning.dry_run import dry_run
+            from idlm.train.sampler import require_engine
 
         if rank() == 0:
-            dry_run(config, console=console, arguments=argv)
+            dry_run(config, console=console, arguments=argv, check=require_engine)
         return 0
 
     if num_processes() == 1:
@@ -88,7 +89,9 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     with command.importing():
         command.leave_out_unused()
         from idlm.train.pipeline import run_training
+        from idlm.train.sampler import require_engine
 
+    require_engine(config)
     if sampler is None and (config.report.enabled or config.eval.num_prompts):
         from idlm.train.sampler import engine_sampler
 

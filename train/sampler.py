@@ -5,6 +5,7 @@ This is the only module of training that imports the engine."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,32 @@ def engine_sampler(config: TrainConfig) -> Sampler:
         return SampleReport(problem=problem)
 
     return sample
+
+
+def require_engine(config: TrainConfig) -> None:
+    """Refuse a base that the engine does not decode: UserError IDLM-0545, unless `model.needs_engine` is
+    false. What training itself refuses passes."""
+    if not config.model.needs_engine:
+        return
+    from idlm.infer.models.loader import read_spec
+    from idlm.train.model.load import base_config, causal_class, new_config
+
+    path = config.model.path
+    try:
+        base = new_config(config.model.config) if path is None else base_config(path)
+        name = causal_class(base).__name__
+    except UserError:
+        return
+    try:
+        # As the export has it.
+        read_spec({**json.loads(base.to_json_string()), "architectures": [name]})
+    except UserError as error:
+        raise UserError(
+            "IDLM-0545",
+            f"idlm does not decode this {base.model_type}, so that only transformers could run what is "
+            f"trained: {error.message}",
+            fix="use a base of a family that idlm decodes (docs/decoders.md), or model.needs_engine=false",
+        ) from error
 
 
 def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleReport:

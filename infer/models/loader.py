@@ -156,6 +156,11 @@ def read_outline(
     )
 
 
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """The spec of a config.json alone. Raises UserError IDLM-0601, 0604, 0615 and 0618."""
+    return _family(config)[1].spec(config)
+
+
 def make_trunk(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
 ) -> DenseTrunk:

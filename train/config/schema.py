@@ -46,6 +46,7 @@ class ModelConfig:
         "auto; idlm_split (our kernel), idlm_flex, idlm_flash (GPU); idlm_documents, idlm_sdpa (dense mask)",
         "auto",
     )
+    needs_engine: bool = option("refuse a base that idlm-generate could not decode after training", True)
     gradient_checkpointing: bool = option("recompute activations in the backward pass", False)
     recomputed_layers: int | None = option("layers, the first, whose activations are; null: all", None)
     compile: str = option("on, off, or auto: torch.compile of the decoder layers on a GPU", "auto")

@@ -89,8 +89,8 @@ class Findings:
             log.debug("the plan ends here, with values that were refused", exc_info=True)
 
 
-def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
-    """Print the plan; raises UserError IDLM-0550 with every problem when there is one."""
+def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = (), check: Any = None) -> None:
+    """Print the plan; raises UserError IDLM-0550 with every problem, also that of `check(config)`."""
     found = Findings()
     with found.guarding():
         check_config(config)
@@ -99,6 +99,9 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
     if config.resume not in ("auto", "never"):
         with found.guarding():
             named_checkpoint(config)
+    if check is not None:
+        with found.guarding():
+            check(config)
     tokenizer: Any = None
     # A missing checkpoint is a problem of the configuration already.
     if found.is_sound or config.model.tokenizer or (config.model.path and Path(config.model.path).is_dir()):

@@ -20,6 +20,9 @@ class Llama(Family):
         # transformers computes no window here, other engines do: the file does not show which one is meant.
         if config.get("use_sliding_window") is not False:
             reader.allow("sliding_window", None)
+        # To transformers it is a Llama, but its files have tensor names of their own.
+        if config.get("model_type") == "exaone":
+            reader.problems.append("model_type='exaone' (supported: models with the tensor names of Llama)")
         reader.check()
         has_bias = bool(config.get("attention_bias"))
         return dense_spec(
