@@ -1,15 +1,17 @@
 """Prompts and answers of a conversion in which the model itself writes its training data.
 
-    python recipes/smollm2_data.py headers 16000 > headers.jsonl
+    python recipes/smollm2_data.py headers 32000 > headers.jsonl
     idlm-generate model=outputs/smollm2_base decoder=ar chat_template=none input=headers.jsonl \\
         output=written.jsonl sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=256
-    python recipes/smollm2_data.py prompts written.jsonl gsm8k_train.jsonl sampled=1 > prompts.jsonl
+    python recipes/smollm2_data.py turns written.jsonl > turns.jsonl
+    python recipes/smollm2_data.py prompts turns.jsonl gsm8k_train.jsonl sampled=1 > prompts.jsonl
     idlm-generate model=outputs/smollm2_base decoder=ar input=prompts.jsonl output=answers.jsonl \\
         sampling.temperature=1 sampling.top_p=0.95 sampling.max_tokens=512
     python recipes/smollm2_data.py kept answers.jsonl > outputs/smollm2_kept.jsonl
 
-`headers` are chats that stop where the user's turn begins, so the model continues as the user. `prompts` are
-the turns that ended, once each, and the questions of GSM8K; each gets a greedy answer, which drafts at
+`headers` are chats that stop where the user's turn begins, so the model continues as the user. `turns` are
+those that ended, once each; recipes/assets/smollm2_turns.jsonl.xz holds 29,115 of them, in place of the first
+three commands. `prompts` are turns and the questions of GSM8K; each gets a greedy answer, which drafts at
 temperature 0 have to match, and `sampled` answers with a seed of their own, in an order that mixes all.
 `kept` leaves out answers that failed and those that loop: some run of `LOOP_LENGTH` tokens occurs more than
 `LOOP_COUNT` times. Answers that the limit cut off stay, and training does not learn to stop there. Counts go
@@ -37,7 +39,8 @@ HEADER = (
 """What the chat template of SmolLM2 writes before the first turn of a user."""
 MIN_TOKENS = 5
 LOOP_LENGTH, LOOP_COUNT = 8, 3
-ANSWER = ("request_id", "text", "token_ids", "finish_reason")
+TURN = ("request_id", "text")
+ANSWER = (*TURN, "token_ids", "finish_reason")
 """Keys of an answer of `idlm-generate`."""
 
 
@@ -55,13 +58,15 @@ def write(arguments: list[str]) -> int:
     match arguments:
         case ["headers", count] if count.isdecimal():
             rows = headers(int(count))
+        case ["turns", written]:
+            rows = turns(_records(written, ANSWER))
         case ["prompts", written, questions, *options] if len(options) < 2:
             num = options[0].removeprefix("sampled=") if options else "1"
             if not num.isdecimal():
                 raise UserError(
                     "IDLM-0624", f"{options[0]}: not a number of answers", fix="for example sampled=2"
                 )
-            rows = prompts(_records(written, ANSWER), _records(questions, ("question",)), int(num))
+            rows = prompts(_records(written, TURN), _records(questions, ("question",)), int(num))
         case ["kept", answers]:
             rows = kept(_records(answers, ANSWER))
         case _:
@@ -77,19 +82,26 @@ def headers(count: int) -> Iterator[dict[str, Any]]:
         yield {"id": f"user{number}", "prompt": HEADER, "sampling": {"seed": number}}
 
 
-def prompts(
-    written: Iterable[dict[str, Any]], questions: Iterable[dict[str, Any]], num_sampled: int
-) -> list[dict[str, Any]]:
-    """Rows for `idlm-generate`: every turn that ended, once, and every question; answer 0 is greedy."""
+def turns(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns that ended, once each."""
     found: dict[str, str] = {}
     for record in written:
         if record["finish_reason"] == "stop" and len(record["token_ids"]) >= MIN_TOKENS:
             found.setdefault(record["text"].strip(), record["request_id"])
     found.pop("", None)
-    num_written = len(found)
+    print(f"{len(found):,} turns", file=sys.stderr)
+    return [{"request_id": name, "text": text} for text, name in found.items()]
+
+
+def prompts(
+    turns: Iterable[dict[str, Any]], questions: Iterable[dict[str, Any]], num_sampled: int
+) -> list[dict[str, Any]]:
+    """Rows for `idlm-generate`: every turn and question once; answer 0 is greedy."""
+    found = {record["text"]: record["request_id"] for record in turns}
+    num_turns = len(found)
     for number, record in enumerate(questions):
         found.setdefault(record["question"], f"gsm8k{number}")
-    print(f"{num_written:,} turns and {len(found) - num_written:,} questions", file=sys.stderr)
+    print(f"{num_turns:,} turns and {len(found) - num_turns:,} questions", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for text, name in found.items():
         rows.append({"id": f"{name}-0", "prompt": text, "sampling": {"temperature": 0}})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from idlm.cli.command import USER_ERROR_STATUS
-from idlm.conf.recipe.smollm2_data import HEADER, headers, kept, loops, prompts, write
+from idlm.conf.recipe.smollm2_data import HEADER, headers, kept, loops, prompts, turns, write
 from idlm.errors import UserError
+from idlm.infer.clients.loads import load_prompts
 
 
 def record(
@@ -28,7 +30,7 @@ def test_a_turn_that_ended_is_a_prompt_once_with_a_greedy_answer_and_seeds_of_ot
         record(4, "\n"),
         record(5, "Name a nut."),
     ]
-    rows = prompts(written, [{"question": "What is 2 + 2?", "answer": "4"}], 1)
+    rows = prompts(turns(written), [{"question": "What is 2 + 2?", "answer": "4"}], 1)
     assert sorted((row["id"], row["prompt"]) for row in rows) == [
         ("gsm8k0-0", "What is 2 + 2?"),
         ("gsm8k0-1", "What is 2 + 2?"),
@@ -41,7 +43,7 @@ def test_a_turn_that_ended_is_a_prompt_once_with_a_greedy_answer_and_seeds_of_ot
     assert all(by_id[name] == {"temperature": 0} for name in by_id if name.endswith("-0"))
     seeds = [settings["seed"] for name, settings in by_id.items() if name.endswith("-1")]
     assert len(set(seeds)) == len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
-    assert rows == prompts(written, [{"question": "What is 2 + 2?"}], 1)
+    assert rows == prompts(turns(written), [{"question": "What is 2 + 2?"}], 1)
     assert [row["sampling"]["seed"] for row in headers(3)] == [0, 1, 2]
 
 
@@ -101,3 +103,12 @@ def test_a_file_of_other_lines_is_refused(tmp_path: Path, content: str | None, f
         path.write_text(content)
     with pytest.raises(UserError, match=f"IDLM-0625.*{found}"):
         write(["prompts", str(path), str(path)])
+
+
+def test_the_bundled_turns_are_prompts_and_none_of_them_is_held_out(tmp_path: Path) -> None:
+    with lzma.open("recipes/assets/smollm2_turns.jsonl.xz", "rt", encoding="utf-8") as lines:
+        found = [json.loads(line) for line in lines]
+    held_out = load_prompts("recipes/assets/smollm2_held.jsonl")
+    assert len(found) == len({turn["text"] for turn in found} - set(held_out)) == 29_115
+    rows = prompts(found[:10], [], 1)
+    assert len({row["id"] for row in rows}) == 20 and len(held_out) == len(set(held_out)) == 256
