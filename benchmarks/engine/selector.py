@@ -70,8 +70,8 @@ def gain(options: dict[str, str], report: Report) -> None:
             # Prompts are not decoded: each takes one pass, as all have room.
             found[selector] = sum(len(c.token_ids) for c in done) / sum(c.num_forwards - 1 for c in done)
             engine.close()
-        case = {"model": Path(options["model"]).name, "strategy": strategy, "prompts": len(prompts)}
-        case |= {"temperature": params.temperature}
+        case = {"strategy": strategy, "prompts": len(prompts), "temperature": params.temperature}
+        case |= {"model": Path(options["model"]).name}
         report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)
         report.add(case, "tokens_per_forward", found[True], "tokens", baseline=found[False])
 
@@ -82,12 +82,8 @@ def step_share(options: dict[str, str], report: Report) -> None:
     stride, context = int(options["stride"] or 8), int(options["context"])
     model = random_model(options["shape"], device=device, dtype=dtype)
     for concurrency in numbers(options["concurrency"]):
-        load = Load(
-            concurrency=concurrency,
-            context=context,
-            num_tokens=int(options["tokens"]),
-            sampling=SAMPLING["T1"],
-        )
+        more: Any = {"num_tokens": int(options["tokens"]), "sampling": SAMPLING["T1"]}
+        load = Load(concurrency=concurrency, context=context, **more)
         for strategy in (options["strategies"] or ("branch_3" if concurrency == 1 else "alternate")).split(
             ","
         ):
@@ -101,8 +97,8 @@ def step_share(options: dict[str, str], report: Report) -> None:
                 for steady, measured in zip(engines, found, strict=True):
                     steady.measure(measured)
             plain, selected = (measured.step_ms() for measured in found)
-            case = {"shape": options["shape"], "concurrency": concurrency, "context": context}
-            case |= {"strategy": strategy, "stride": stride}
+            case = {"shape": options["shape"], "strategy": strategy, "stride": stride, "context": context}
+            case |= {"concurrency": concurrency}
             report.add(case, "step_share", (selected - plain) / plain, "share", baseline=None)
             report.add(case, "step_ms", selected, "ms", baseline=plain)
 
