@@ -16,6 +16,9 @@ from idlm.kernels.swiglu.kernel import rounded_swiglu
 BLOCK_E = 64
 MAX_RANKS = 128
 ROWS = (16, 32, 64)
+PROGRAMS, STAGES = 264, 2
+"""With more rows: programs, each of which reads its B once and goes from tile to tile of
+rows, and how many of these are on their way."""
 WARPS = 8
 
 
@@ -48,6 +51,38 @@ def _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE: tl.constexpr, PRECISIO
 
 
 @triton.jit
+def _masks(is_mask_R, row, R):
+    return (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
+
+
+@triton.jit
+def _add_rows(tensors, row, is_mask, gate, up, of_tile, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of rows: y += scaling * B h of MASK rows, or silu(gate) * up of all. `gate` and `up`: the first
+    columns of B, and what `_gain` takes of it."""
+    y_RE, out_RF, h_RX, R, scaling, strides = tensors
+    o_e, part, size_0 = of_tile
+    b, of_b = gate
+    e, m_e, rank = of_b[1], of_b[2], of_b[4]
+    GATED: tl.constexpr = out_RF is not None
+    dtype = y_RE.dtype.element_ty
+    p_h = h_RX + row[:, None] * strides[2] + part * rank
+    p_y = y_RE + row[:, None] * strides[0] + e[None, :]
+    mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
+    # Loaded before the products, so that it arrives meanwhile.
+    y = tl.load(p_y, mask=mask, other=0.0)
+    y = (y.to(tl.float32) + _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)).to(dtype)
+    if not GATED:
+        tl.store(p_y, y, mask=mask)
+    else:
+        b_up, of_b_up = up
+        up_y = tl.load(p_y + size_0, mask=mask, other=0.0)
+        gain = _gain(b_up, p_h + rank, of_b_up, is_mask, scaling, dtype, IS_WIDE, PRECISION)
+        up_y = (up_y.to(tl.float32) + gain).to(dtype).to(tl.float32)
+        out = rounded_swiglu(y.to(tl.float32), up_y, dtype)
+        tl.store(out_RF + row[:, None] * strides[1] + o_e[None, :], out.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["programs_r"])
 def expand_kernel(
     y_RE,
     out_RF,
@@ -59,23 +94,25 @@ def expand_kernel(
     rank,
     scaling,
     strides,
+    programs_r,
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
     IS_WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += scaling * B h of the MASK rows of one tile; no other row is read or written.
+    """y += scaling * B h of the MASK rows of every `programs_r`-th tile; no other row is read or written.
 
     With `out_RF` y is not written, but silu(gate) * up of all rows goes there; the parts are gate and up.
     IS_WIDE: there are more ranks than `BLOCK_K`. `strides`: of the rows of y, the output, h and B."""
     GATED: tl.constexpr = out_RF is not None
     size_0, size_1, size_2 = sizes
-    stride_y, stride_out, stride_h, stride_b = strides
+    stride_b = strides[3]
     tiles_r = tl.cdiv(R, BLOCK_R)
-    row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    tile = tl.program_id(0) // tiles_r
+    first_r = tl.program_id(0) % programs_r
+    tile = tl.program_id(0) // programs_r
     tiles_0, tiles_1 = tl.cdiv(size_0, BLOCK_E), tl.cdiv(size_1, BLOCK_E)
     part = 0
     if not GATED:
@@ -87,33 +124,23 @@ def expand_kernel(
     e, m_e = start + o_e, o_e < size
     k = tl.arange(0, BLOCK_K)
     # Weights do not depend on the kernel before, and the gate was written before the first layer.
-    b = rows_of_b(b_Er, e, m_e, k, rank, stride_b)
-    b_up = b
+    of_b = (b_Er, e, m_e, k, rank, stride_b)
+    gate, up = (rows_of_b(b_Er, e, m_e, k, rank, stride_b), of_b), None
     if GATED:
-        b_up = rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b)
-    is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
+        of_up = (b_Er, size_0 + e, m_e, k, rank, stride_b)
+        up = (rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b), of_up)
+    row = first_r * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    is_mask = _masks(is_mask_R, row, R)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if (not GATED) & (tl.max(is_mask.to(tl.int32), 0) == 0):
-        return
-    dtype = y_RE.dtype.element_ty
-    p_h = h_RX + row[:, None] * stride_h + part * rank
-    p_y = y_RE + row[:, None] * stride_y + e[None, :]
-    mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
-    # Loaded before the products, so that it arrives meanwhile.
-    y = tl.load(p_y, mask=mask, other=0.0)
-    of_b = (b_Er, e, m_e, k, rank, stride_b)
-    y = (y.to(tl.float32) + _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)).to(dtype)
-    if not GATED:
-        tl.store(p_y, y, mask=mask)
-    else:
-        up = tl.load(p_y + size_0, mask=mask, other=0.0)
-        of_b = (b_Er, size_0 + e, m_e, k, rank, stride_b)
-        gain = _gain(b_up, p_h + rank, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)
-        up = (up.to(tl.float32) + gain).to(dtype).to(tl.float32)
-        out = rounded_swiglu(y.to(tl.float32), up, dtype)
-        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], out.to(dtype), mask=mask)
+    tensors = (y_RE, out_RF, h_RX, R, scaling, strides)
+    for _ in tl.range(first_r, tiles_r, programs_r, num_stages=STAGES):
+        next_row = row + programs_r * BLOCK_R
+        next_is_mask = _masks(is_mask_R, next_row, R)
+        if GATED or tl.max(is_mask.to(tl.int32), 0) > 0:
+            _add_rows(tensors, row, is_mask, gate, up, (o_e, part, size_0), IS_WIDE, PRECISION)
+        row, is_mask = next_row, next_is_mask
 
 
 def run_expand(
@@ -134,13 +161,16 @@ def run_expand(
     block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
     block_k = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
     tiles = sum(triton.cdiv(size, BLOCK_E) for size in sizes)
+    programs_r = min(triton.cdiv(num_rows, block_r), max(1, PROGRAMS // tiles))
     stride_out = 0 if out_RF is None else out_RF.stride(0)
-    expand_kernel[(triton.cdiv(num_rows, block_r) * tiles,)](
+    expand_kernel[(programs_r * tiles,)](
         *(y_RE, out_RF, is_mask_R, h_RX, b_Er, num_rows, sizes, rank, scaling),
         (y_RE.stride(0), stride_out, h_RX.stride(0), b_Er.stride(0)),
+        programs_r,
         BLOCK_E=BLOCK_E,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
+        STAGES=1 if num_rows <= ROWS[-1] else STAGES,
         IS_WIDE=rank > block_k,
         PRECISION="ieee" if y_RE.dtype == torch.float32 else "tf32",
         num_warps=WARPS,

@@ -14,12 +14,11 @@ from torch import Tensor
 from idlm.kernels.backend import pdl_options, rounds_as_written
 from idlm.kernels.gated_lora.op import GatedLora
 from idlm.kernels.linear.fp8 import Fp8Weight
+from idlm.kernels.linear.groups import Groups, choose_groups
 from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
 
-FIXED_PROGRAMS = 384
-"""Programs that splitting aims at in deterministic mode: three for each of an H200's 132 multiprocessors.
-A constant, so that the same weights give the same bits on every device."""
-FIXED_ROWS = (16, 32, 64, 128)
+FP8_ROWS = 128
+"""With more rows than this a widened weight costs less than it takes."""
 FEW_ROWS = 32
 """With more rows a decoding step is faster with cuBLAS on an H200 (measured at 60 rows)."""
 FEW_PROGRAMS = 264
@@ -55,6 +54,9 @@ class LinearLaunch:
     """Programmatic dependent launch: start while the previous kernel still runs, and wait for it inside."""
     ahead: int = 0
     """Columns of each row of the weight that are prefetched into the L2 cache before that wait."""
+    groups: Groups | None = None
+    """How warpgroups multiply what a warp loads (`launch_hopper`) where that serves the tensors; a row has
+    the same bits."""
 
     def __post_init__(self) -> None:
         # A power of two, no more than any share has.
@@ -105,24 +107,36 @@ def num_splits(launch: LinearLaunch, D: int) -> int:
     return max(1, min(launch.splits, triton.cdiv(D, QUANTUM.value)))
 
 
-def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> LinearLaunch:
-    """The launch of deterministic mode: its splits depend on the weight's shape, never on the rows.
+def num_shares(E: int, D: int) -> int:
+    """Shares of the columns of a weight: as many as give each multiprocessor two programs of 64 outputs.
 
-    More rows than the largest of `FIXED_ROWS` become several such tiles, each of which adds its shares
-    itself: there are then enough tiles to fill the device."""
-    aim = max(1, FIXED_PROGRAMS // triton.cdiv(E, 64))
-    splits = min(1 << (aim.bit_length() - 1), max(1, triton.cdiv(D, QUANTUM.value) // 2))
+    They depend on the weight's shape and constants alone, never on the rows or the device, so that the same
+    weights give a row the same bits everywhere."""
+    maximum = min(FEW_PROGRAMS // triton.cdiv(E, 64), triton.cdiv(D, QUANTUM.value))
+    return 1 << max(0, maximum.bit_length() - 1)
+
+
+def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> LinearLaunch:
+    """The launch of deterministic mode, in `num_shares` shares; that of decoding for few rows.
+    Where `groups` do not serve, tiles of 128 of many rows add their shares themselves."""
+    splits = num_shares(E, D)
     if dtype.itemsize > 2:
         # One tile of rows for all: fp32 products use fma in an order that follows the tile.
         narrow = LinearLaunch(block_r=16, block_d=32, splits=splits, stages=2)
         return replace(narrow, serial=num_rows > 16)
-    for block_r in FIXED_ROWS[:-1]:
-        if num_rows <= block_r:
-            return LinearLaunch(block_r=block_r, block_d=64 if gated else 128, splits=splits)
+    few = few_rows_launch(num_rows, E, D, dtype, gated=gated)
+    if few is not None:
+        return few
+    if num_rows <= 64:
+        is_whole = splits == 1 or gated
+        launch = LinearLaunch(block_r=64, block_d=64, splits=splits, warps=4 if is_whole else 8)
+        return replace(launch, block_e=64 if gated or splits > 1 else 128, stages=4 if is_whole else 5)
     if num_rows <= 128:
-        return LinearLaunch(block_r=128, block_d=64, splits=splits, warps=8)
-    block_e = 64 if gated else 128
-    return LinearLaunch(block_e=block_e, block_r=128, block_d=64, splits=splits, serial=True, warps=8)
+        launch = LinearLaunch(block_r=128, block_d=64, splits=splits, warps=8)
+    else:
+        block_e = 64 if gated else 128
+        launch = LinearLaunch(block_e=block_e, block_r=128, block_d=64, splits=splits, serial=True, warps=8)
+    return replace(launch, groups=choose_groups(num_rows, E, splits=splits, gated=gated))
 
 
 def few_rows_launch(
@@ -130,19 +144,18 @@ def few_rows_launch(
 ) -> LinearLaunch | None:
     """The fastest launch of a decoding step, None if the library is faster. `is_fp8`: the weight is fp8,
     which the library would widen first, at several times the cost of reading it."""
-    if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FIXED_ROWS[-1]:
+    if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FP8_ROWS:
         return fixed_launch(num_rows, E, D, dtype, gated=gated)
     tiles = triton.cdiv(E, 64)
     if gated and num_rows in GATED_ROWS and dtype.itemsize == 2 and tiles in GATED_TILES and not is_fp8:
-        return LinearLaunch(block_r=64, block_d=64)
+        return LinearLaunch(block_r=64, block_d=64, splits=num_shares(E, D))
     if num_rows > FEW_ROWS or dtype.itemsize != 2:
         return None
     block_r = 16 if num_rows <= 16 else 32
     if not gated and FEW_PROGRAMS < tiles <= 2 * FEW_PROGRAMS:
         # Tiles of 64 would leave the second round of programs half empty.
         return LinearLaunch(block_e=128, block_r=block_r, block_d=64)
-    maximum = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
-    splits = 1 << max(0, maximum.bit_length() - 1)
+    splits = num_shares(E, D)
     # With three stages, four programs of 16 rows fit a multiprocessor, or three of 32: then all run at once.
     at_once = 2 * FEW_PROGRAMS if block_r == 16 else 3 * FEW_PROGRAMS // 2
     stages = 3 if gated and FEW_PROGRAMS < tiles <= at_once else 4
@@ -177,6 +190,13 @@ def run(
     assert bias_E is None or bias_E.shape == weight_ED.shape[:1], f"{bias_E=}"
     if num_rows == 0:
         return out_RE
+    if launch.groups is not None and lora is None and scale_E is None:
+        from idlm.kernels.linear import launch_hopper
+
+        if launch_hopper.serves(x_RD, weight_ED, out_RE):
+            tensors, splits, pdl = (x_RD, weight_ED, out_RE, bias_E), num_splits(launch, D), launch.pdl
+            launch_hopper.run_many_rows(*tensors, groups=launch.groups, splits=splits, gated=gated, pdl=pdl)
+            return out_RE
     adapter, options = _adapter(x_RD, out_RE, launch, lora, gated)
     splits, rank = num_splits(launch, D), 0 if lora is None else lora.b_Er.shape[1]
     floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)

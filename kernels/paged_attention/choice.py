@@ -64,7 +64,8 @@ class Launch:
     two_groups: bool = False
     """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
     early: bool = False
-    """The walk lets the sum launch when the walk begins, not when it ends."""
+    """The walk lets the sum launch when the walk begins, not when it ends; programs of the sum then take
+    places of walks, unless all fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,7 @@ def choose_launch(
         combine_rows = 2
         # Items of a few blocks end more evenly with small blocks.
         block_n = block_n // 2 if packed > block_m else block_n
+    is_alone = deterministic and num_sequences == 1 and packed <= block_m
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
@@ -144,7 +146,7 @@ def choose_launch(
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
-        early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
+        early=((block_m == 16 or is_alone) and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
     )
 

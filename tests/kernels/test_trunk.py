@@ -3,8 +3,10 @@ the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from idlm.kernels.backend import rounds_as_written
-from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
+from idlm.kernels.linear import dequantised, library_linear, linear, linear_swiglu, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from tests.kernels.cases.plain_torch import rms_norm, rotate
@@ -21,6 +23,7 @@ from tests.margins import assert_same_rows, rows_keep_bits
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import LinearLaunch
 SHARED_BYTES = 225 * 1024
+MAX_SHARED_BYTES = 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,65 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert_prefetches(made.ptx, gated=False)
 
 
+GROUPS = [(False, 1, 256, 2), (False, 4, 128, 2), (False, 2, 128, 3), (True, 1, 128, 2), (True, 2, 64, 2)]
+"""Gated or not, shares, rows of a tile, warpgroups."""
+
+
+@pytest.mark.sweep_but("False-4-128-2")
+@pytest.mark.parametrize(("gated", "splits", "rows", "num"), GROUPS)
+def test_the_product_of_warpgroups_compiles_for_hopper(gated: bool, splits: int, rows: int, num: int) -> None:
+    """Nothing spills, products are not serialized, and every program has so many warps and one that loads."""
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.groups import Groups
+    from idlm.kernels.linear.launch import LinearLaunch
+    from tests.kernels.hopper_compiler import compiled_launches
+
+    x, weight = (torch.empty(n, 4096, device="meta", dtype=torch.bfloat16) for n in (448, 4096))
+    bias = torch.empty(4096, device="meta", dtype=torch.bfloat16)
+    op = linear_swiglu if gated else linear
+    launch = LinearLaunch(splits=splits, serial=True, groups=Groups(rows=rows, num=num), pdl=True)
+    [(name, made)] = compiled_launches(partial(op, x, weight, bias_E=bias, launch=launch))
+    assert name == "many_rows_kernel"
+    assert made.spilled_bytes == 0 and "serialized" not in made.output
+    assert made.shared_bytes <= MAX_SHARED_BYTES
+    assert made.ptx.count("wgmma.mma_async") == num * 4 * (2 if gated else 1)
+    assert f"m64n{rows}k16" in made.ptx and "cp.async.bulk.tensor" in made.ptx
+    before, _, _ = made.ptx.partition("griddepcontrol.wait")
+    assert "cp.async.bulk.tensor" in before and "griddepcontrol.launch_dependents" not in before
+
+
+def test_tiles_of_many_rows_end_together() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.groups import LOW, TALL, WIDE, choose_groups
+    from idlm.kernels.linear.launch import fixed_launch
+
+    for rows, E, splits, gated, groups in (
+        (448, 12288, 1, True, WIDE),
+        (240, 12288, 1, True, LOW),
+        (448, 3072, 4, True, LOW),
+        (448, 6144, 2, False, TALL),
+        (240, 6144, 2, False, WIDE),
+        (112, 6144, 2, False, WIDE),
+        (448, 4096, 4, False, WIDE),
+        (112, 4096, 4, False, None),
+        (448, 151936, 1, False, TALL),
+    ):
+        assert choose_groups(rows, E, splits=splits, gated=gated) == groups, f"{rows=} {E=} {gated=}"
+    assert fixed_launch(64, 6144, 4096, torch.bfloat16).groups is None
+    assert fixed_launch(448, 6144, 4096, torch.float32).groups is None
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_stages_of_warpgroups_fill_shared_memory(rows: int) -> None:
+    from idlm.kernels.linear.groups import MAX_STAGES, Groups
+
+    for num, gated in itertools.product((2, 3), (False, True)):
+        stages = Groups(rows=rows, num=num).stages(gated=gated)
+        stage = 2 * 64 * (rows + 64 * num * (2 if gated else 1))
+        used = stages * stage + 2 * rows * 64 * num
+        assert used <= SHARED_BYTES < used + stage or stages == MAX_STAGES
+
+
 def assert_prefetches(ptx: str, *, gated: bool) -> None:
     """Prefetches before the wait: weights alone, 128 columns of 64 rows by 128 threads."""
     ahead, _, after = ptx.partition("griddepcontrol.wait")
@@ -253,6 +315,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
     types |= {"is_mask_R": "*i1"}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
+    products |= {"STAGES": 1}
     of_kernels = {
         expand_kernel: Integers(types | {"sizes": ("i32",) * 3, "strides": ("i32",) * 4}),
         add_rms_norm_kernel: Integers(types | {"strides": ("i32",) * 3}),

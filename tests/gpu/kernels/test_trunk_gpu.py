@@ -4,6 +4,7 @@ row's bits at any number of rows, graph capture with programmatic launches."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Linears, check_rows_agree, linear, linear_swiglu
+from idlm.kernels.linear.groups import Groups
 from idlm.kernels.linear.launch import LinearLaunch, adds_lora, few_rows_launch, fixed_launch, make_workspace
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -28,6 +30,7 @@ ADAPTED = {
 }
 """Output widths of the parts and input width of the projections of Qwen3-8B."""
 RANK = 128
+OUT = {False: "out_RE", True: "out_RF"}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -70,6 +73,37 @@ def test_fixed_launches_give_a_row_its_bits(E: int, D: int, gated: bool, dtype: 
         for first in (0, 150):
             found = op(x[first : first + num_rows], weight, launch=launch)
             assert torch.equal(found, whole[first : first + num_rows]), f"{num_rows=} {first=}"
+
+
+GROUPS = [(1, 256, 2), (1, 128, 3), (2, 128, 3), (4, 128, 2)]
+GATED_GROUPS = [(1, 128, 2), (1, 64, 2), (2, 64, 2)]
+"""Shares, rows of a tile and warpgroups."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_warpgroups_give_the_bits_of_the_other_kernel(gated: bool, dtype: torch.dtype) -> None:
+    """Odd numbers of rows and outputs, columns that end within a stage, biases, and NaN in rows beside."""
+    torch.manual_seed(0)
+    op, E, D = linear_swiglu if gated else linear, 712, 1352
+    weight = randn((2 if gated else 1) * E, D, dtype=dtype, scale=D**-0.5)
+    bias, memory = (
+        randn(len(weight), dtype=dtype),
+        torch.full((460, D + 8), torch.nan, device="cuda").to(dtype),
+    )
+    x = memory[5:455, :D]
+    x.copy_(randn(450, D, dtype=dtype))
+    x[-1] = torch.nan
+    for splits, rows, num in GATED_GROUPS if gated else GROUPS:
+        launch = LinearLaunch(splits=splits, block_d=64, stages=3)
+        expected = op(x, weight, bias_E=bias, launch=launch)[:449]
+        launch = replace(launch, pdl=True, groups=Groups(rows=rows, num=num))
+        for num_rows in (1, 63, 129, 450):
+            out = torch.full((num_rows + 2, E + 16), torch.nan, device="cuda", dtype=dtype)
+            y = out[1:-1, :E]
+            op(x[:num_rows], weight, bias_E=bias, launch=launch, **{OUT[gated]: y})
+            assert torch.equal(y[:449], expected[:num_rows]), f"{splits=} {rows=} {num=} {num_rows=}"
+            assert out[0].isnan().all() and out[-1].isnan().all() and out[:, E:].isnan().all()
 
 
 def test_small_ops_give_the_trunks_bits() -> None:

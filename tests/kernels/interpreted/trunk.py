@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.kernels.gated_lora import GatedLora
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, kernel
 from idlm.kernels.linear import Linears, linear, linear_swiglu, op
 from idlm.kernels.linear.launch import LinearLaunch, fixed_launch, make_workspace, num_splits, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
@@ -92,6 +92,22 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows_and_either_way_of_adding_
             assert torch.equal(op(x[:num_rows], weight, launch=launch), whole[:num_rows])
     one_share = op(x, weight, launch=replace(SMALL, splits=1))
     assert not torch.equal(one_share, whole), "the shares have no effect, so this test sees nothing"
+
+
+def test_a_program_adds_an_adapter_to_several_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs for four tiles of rows, of which the second has no MASK row; h of other rows is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    y, h, b = (torch.randn(*size, generator=generator) for size in ((50, 80), (50, 16), (80, 8)))
+    is_mask = (torch.arange(50) % 3 > 0) & (torch.arange(50) // 16 != 1)
+    h[~is_mask] = torch.nan
+    expected = expand_add(y.clone(), is_mask, h, b, sizes=(40, 40), scaling=2.0)
+    gated = expand_swiglu(y.clone(), is_mask, h, b, scaling=2.0)
+    monkeypatch.setattr(kernel, "PROGRAMS", 4)
+    monkeypatch.setattr(kernel, "ROWS", (16,))
+    found = expand_add(y.clone(), is_mask, h, b, sizes=(40, 40), scaling=2.0)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[~is_mask], y[~is_mask]) and not torch.equal(found, y)
+    torch.testing.assert_close(expand_swiglu(y.clone(), is_mask, h, b, scaling=2.0), gated)
 
 
 def test_a_workspace_is_left_as_it_was_found() -> None:
