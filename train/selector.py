@@ -140,7 +140,12 @@ def of_checkpoint(config: TrainConfig, checkpoint: Path, semantics: Semantics) -
         mask_region=semantics.mask_region,
         model=model,
         adapter=adapter,
-        train=replace(train, distill="none"),
+        train=replace(
+            train,
+            distill="none",
+            draft_input=semantics.draft_input or "mask",
+            noise_range=list(semantics.noise_range),
+        ),
     )
 
 

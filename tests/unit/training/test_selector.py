@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from idlm.infer.engine import Engine
 from idlm.selector import SELECTOR_FILE, PathWeights
 from idlm.semantics import Semantics
 from idlm.train.config.schema import TrainConfig
-from idlm.train.selector import selector_loss, train_selector
+from idlm.train.selector import of_checkpoint, selector_loss, train_selector
 from tests.adapters import write_adapter
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import write_tiny_base
@@ -103,6 +104,17 @@ def test_a_run_on_an_adapter_publishes_the_adapter(base: Path, tmp_path: Path) -
     assert not (tmp_path / "out" / "model.safetensors").exists()
     engine = Engine.from_pretrained(tmp_path / "out", "isd", device="cpu", max_length=64)
     assert engine.decoder.selector is not None
+
+
+def test_a_run_feeds_what_the_checkpoint_is_fed(base: Path, tmp_path: Path) -> None:
+    """Random ids of the checkpoint's own range, in place of masks."""
+    adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=MASK_ID, stride=3)
+    semantics = replace(Semantics.load(adapter), mask_token_id=None, noise_range=(3, 90))
+    config = of_checkpoint(_config(adapter, tmp_path / "out"), adapter, semantics)
+    assert (config.train.draft_input, config.train.noise_range) == ("uniform", [3, 90])
+    semantics.save(adapter)
+    train_selector(_config(adapter, tmp_path / "out"), print_line=lambda line: None)
+    assert Semantics.load(tmp_path / "out") == replace(semantics, selector="path")
 
 
 def test_a_checkpoint_without_masks_is_refused(base: Path, tmp_path: Path) -> None:
