@@ -212,10 +212,14 @@ def _no_checkpoint(directory: Path) -> UserError:
     format_name = weights.other_format(directory)
     if format_name is not None:
         what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
-    fix = "give the directory that holds config.json and weights as safetensors"
     if (directory / "run" / "config.yaml").is_file():
-        what, fix = f"{what}: its run of idlm-train is not finished", "start the idlm-train command again"
-    return UserError("IDLM-0600", f"{directory} {what}", fix=fix)
+        what = f"{directory} {what}: its run of idlm-train is not finished"
+        return UserError("IDLM-0600", what, fix="start the idlm-train command again, which continues it")
+    return UserError(
+        "IDLM-0600",
+        f"{directory} {what}",
+        fix="give the directory that holds config.json and weights as safetensors",
+    )
 
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
