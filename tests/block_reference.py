@@ -128,8 +128,8 @@ class SlowBlocks:
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
             row = self._logits(known)[-1]
-            work[0] = self._draw(row, sampling, uniform(sampling.seed, 0, number << 16, 0))
-            self.logprobs[start] = math.log(softmax(row)[work[0]])
+            work[0] = first = self._draw(row, sampling, uniform(sampling.seed, 0, number << 16, 0))
+            self.logprobs[start] = math.log(softmax(row)[first])
         num_passes = num_clean = 0
         self.whole_part = -1
         while None in work or rules.edit is not None:
@@ -142,8 +142,8 @@ class SlowBlocks:
                 edits = {index: token for index, token in output.items() if token != work[index]}
             began_clean = None not in work
             decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
-            for index, token in decided.items():
-                work[index] = token
+            for index, chosen in decided.items():
+                work[index] = chosen
             for index, token in (decided | edits).items():
                 if token is not None:
                     self.logprobs[start + index] = math.log(softmax(rows[index])[token])

@@ -55,11 +55,10 @@ def next_token(text: Sequence[int], seed: int) -> int:
 def rollout(request: Request) -> list[int]:
     """The answer as it must be."""
     answer: list[int] = []
-    while not answer or (
-        answer[-1] not in request.stop_ids
-        and len(answer) < request.params.max_tokens
-        and len(request.prompt_ids) + len(answer) < request.max_length
-    ):
+    bound = request.max_length - len(request.prompt_ids)
+    if request.params.max_tokens is not None:
+        bound = min(bound, request.params.max_tokens)
+    while not answer or (answer[-1] not in request.stop_ids and len(answer) < bound):
         answer.append(next_token([*request.prompt_ids, *answer], request.params.seed or 0))
     return answer
 
@@ -134,8 +133,9 @@ class Simulation:
         capacity = self.world.num_pages * self.world.page_size - self.world.width
         for index in range(num_samples):
             stop_ids = frozenset({STOP_ID} if self.rng.random() < 0.5 else ())
-            params = SamplingParams(max_tokens=self.rng.randint(1, MAX_ANSWER), seed=seed, n=num_samples)
-            max_length = min(len(prompt_ids) + params.max_tokens, self.max_length, capacity)
+            max_tokens = self.rng.randint(1, MAX_ANSWER)
+            params = SamplingParams(max_tokens=max_tokens, seed=seed, n=num_samples)
+            max_length = min(len(prompt_ids) + max_tokens, self.max_length, capacity)
             request = Request(
                 request_id=f"r{len(self.finished)}-{len(self.active)}",
                 index=index,
