@@ -12,6 +12,7 @@ from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluation.file_tasks import FILE_TASKS
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.models.base import FAMILIES
+from idlm.infer.selectors.base import SELECTORS
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.registry import Registry
 from idlm.tasks import TASKS
@@ -26,6 +27,7 @@ KINDS: list[Registry[Any]] = [
     MEMORY_MANAGERS,
     FAMILIES,
     ACCELERATORS,
+    SELECTORS,
     TASKS,
     SOURCES,
     OBJECTIVES,
