@@ -47,7 +47,11 @@ def test_its_assets_are_found_from_anywhere(
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_without_paths_the_error_names_the_missing_options(name: str) -> None:
+def test_without_paths_the_error_names_the_missing_options(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty folder, where no outputs of other recipes lie."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="IDLM-0504") as caught:
         check_config(compose("train", TrainConfig, [f"recipe={name}"]))
     assert "model.path" in caught.value.message
