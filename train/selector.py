@@ -41,6 +41,7 @@ from idlm.train.config.schema import AdapterConfig, StageConfig, TrainConfig
 from idlm.train.data.dataset import collate
 from idlm.train.model.gated_lora import is_trained, peft_tensors
 from idlm.train.objectives.base import Batch, Head, Terms
+from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.pipeline import training_arguments
 from idlm.train.prepare import Prepared, prepare
 from idlm.train.step import BodyAndHead
@@ -171,12 +172,13 @@ def _run(
         module.parameters(), lr=loop.learning_rate, betas=BETAS, weight_decay=loop.weight_decay
     )
     runner, device = BodyAndHead(prepared.model), prepared.model.device
-    num_steps, num_warm = curriculum.num_steps, max(1, round(loop.warmup * curriculum.num_steps))
-    seen = Losses()
+    rate_of = partial(
+        rate_factor, curriculum=curriculum, schedule=loop.schedule, warmup=loop.warmup, decay=loop.decay
+    )
+    seen, num_steps = Losses(), curriculum.num_steps
     for step in range(num_steps):
         for group in optimizer.param_groups:
-            cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
-            group["lr"] = loop.learning_rate * min(1.0, (step + 1) / num_warm) * cosine
+            group["lr"] = loop.learning_rate * rate_of(step)
         for number in range(curriculum.global_batch // loop.batch_size):
             first = step * curriculum.global_batch + number * loop.batch_size
             batch = collate([prepared.dataset[first + item] for item in range(loop.batch_size)])

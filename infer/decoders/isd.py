@@ -214,19 +214,16 @@ class IsdDecoder(Decoder):
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         logit_lanes = lanes_B if plan.logit_lanes_X is None else plan.logit_lanes_X
         probs = table.probs(logits_XV, logit_lanes, batch.filters)
-        tables = self._stacked[batch.mode].tables
-        layout_Z = self.draft_buffer_Z if self.modes[batch.mode].narrow is None else self._layout_Z
-        num_drafts_B = tables.num_drafts_Y[layout_Z[lanes_B]]
         verdict = verify(
             probs,
             self.draft_probs,
-            tables,
+            self._stacked[batch.mode].tables,
             lanes_B=lanes_B,
             first_rows_B=plan.first_logit_B,
             active_B=plan.samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
-            layout_Z=layout_Z,
+            layout_Z=self.draft_buffer_Z if self.modes[batch.mode].narrow is None else self._layout_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
         emit_and_draft(
@@ -241,9 +238,7 @@ class IsdDecoder(Decoder):
         )
         rows_BJ = verdict.draft_rows_BJ
         if self.selector is not None:
-            rows_BJ = self._select(
-                table, batch, wanted, verdict, plan.first_logit_B, num_drafts_B, uniforms_BD
-            )
+            rows_BJ = self._select(table, batch, plan, wanted, verdict, uniforms_BD)
         if self.selector is None or self._drafts_again[batch.mode]:
             put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
         if batch.grammars is not None:
@@ -272,19 +267,18 @@ class IsdDecoder(Decoder):
         self,
         table: SequenceState,
         batch: Batch,
+        plan: StepPlan,
         wanted: WantedRows,
         verdict: Verdict,
-        first_rows_B: Tensor,
-        num_drafts_B: Tensor,
         uniforms_BD: Tensor,
     ) -> Tensor:
-        """Draw the drafts of mask rows by the selector; returns the rows of the others. `num_drafts_B`: of
-        the tested ones, whose rows come before those of masks."""
+        """Draw the drafts of mask rows by the selector; returns the rows of the others."""
         assert self.selector is not None
         num_masks, rows_BJ = self.num_masks, verdict.draft_rows_BJ
         mask_rows_BJ, other_rows_BJ = rows_BJ, rows_BJ
         if self._drafts_again[batch.mode]:
-            is_mask_BJ = rows_BJ - first_rows_B[:, None] > num_drafts_B[:, None]
+            assert plan.is_mask_R is not None
+            is_mask_BJ = plan.is_mask_R[wanted.rows_X[rows_BJ.clamp(min=0)]]
             mask_rows_BJ, other_rows_BJ = (rows_BJ.where(part, NO_ROW) for part in (is_mask_BJ, ~is_mask_BJ))
         rows = MaskRows(
             wanted=wanted,
