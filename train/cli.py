@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
 from idlm.cli.help import CommandHelp, print_help
+from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
 if TYPE_CHECKING:
     from idlm.train.pipeline import RunOutcome
@@ -21,6 +22,7 @@ TIME_UP_STATUS = 85
 """The status by which HTCondor recognises a job that has saved its state and is to continue."""
 HELP = CommandHelp(
     name="idlm-train",
+    schema=TrainConfig,
     usage="[recipe=NAME] [key=value ...]",
     summary="Converts an AR checkpoint into an I-DLM or a block diffusion model, or trains an AR base.\n"
     "A run writes a checkpoint and a report to output_dir; started again, it continues where it stopped.",
@@ -46,10 +48,9 @@ def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> in
 def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.config.compose import compose
     from idlm.log import get_logger, num_processes, rank
-    from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
     if command.has_help_flag(argv):
-        return print_help(HELP, TrainConfig, argv)
+        return print_help(HELP, argv)
     get_logger()
     config = compose("train", TrainConfig, argv)
     if not config.dry_run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -19,27 +19,33 @@ SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandHelp:
-    """Help besides a command's keys: `usage` follows the name, `keys` are the most used ones, which come
-    first, `flags` are arguments other than `key=value` with their help; `has_recipes`: the bundled recipes
-    are for it."""
+    """The help of a command, in its module as `HELP`: `usage` follows the name, `schema` has its keys, `keys`
+    are the most used ones, which come first, `plugin_keys` those that no schema names, `flags` are arguments
+    other than `key=value` with their help; `has_recipes`: the bundled recipes are for it."""
 
     name: str
+    schema: type
     usage: str
     summary: str
     examples: tuple[str, ...]
     keys: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)
     has_recipes: bool = False
+    plugin_keys: Callable[[], Sequence[str]] = tuple
+
+    @property
+    def first_sentence(self) -> str:
+        return SENTENCE_END.split(" ".join(self.summary.split()), maxsplit=1)[0].rstrip(".")
 
 
-def print_help(command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: str = "") -> int:
+def print_help(command: CommandHelp, arguments: Sequence[str], *, plugins: str = "") -> int:
     """Print the version if `arguments` name only that, else the help; returns the exit status 0."""
     is_version = "-h" not in arguments and "--help" not in arguments
-    print(f"idlm {__version__}" if is_version else help_text(command, schema, plugins=plugins))
+    print(f"idlm {__version__}" if is_version else help_text(command, plugins=plugins))
     return 0
 
 
-def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
+def help_text(command: CommandHelp, *, plugins: str = "") -> str:
     """Return the summary, recipes, examples, most used keys, flags and all keys of a command; `plugins`,
     about options that no schema names, comes last."""
     flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
@@ -49,9 +55,9 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
     more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if command.has_recipes else ""
     sections += [
         "Examples:\n" + "\n".join(f"  {example}" for example in command.examples),
-        "Most used keys:\n" + textwrap.indent(describe(schema, keys=command.keys), "  "),
+        "Most used keys:\n" + textwrap.indent(describe(command.schema, keys=command.keys), "  "),
         "Flags:\n" + _columns(flags),
-        f"All keys, given as key=value{more}:\n{describe(schema)}",
+        f"All keys, given as key=value{more}:\n{describe(command.schema)}",
     ]
     return "\n\n".join([*sections, plugins] if plugins else sections)
 

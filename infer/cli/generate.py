@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from idlm.cli import command
+from idlm.cli.help import CommandHelp
 from idlm.errors import UserError
 from idlm.infer.cli.config import (
     GenerateConfig,
@@ -18,6 +19,25 @@ from idlm.infer.cli.config import (
     print_stream,
     read_arguments,
     require_tokenizer,
+)
+from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+
+HELP = CommandHelp(
+    name="idlm-generate",
+    schema=GenerateConfig,
+    usage='model=PATH [-p "..."] [key=value ...]',
+    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
+    "from a file of JSON lines (input=), or from standard input.",
+    examples=(
+        'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
+        "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
+    ),
+    keys=(
+        *("model", "input", "output", "resume", "system"),
+        *("sampling.temperature", "sampling.max_tokens", "sampling.seed", "max_num_seqs", "device"),
+    ),
+    flags={"-p TEXT, --prompt TEXT": "a prompt; as often as you like", **PLUGIN_FLAGS},
+    plugin_keys=plugin_keys,
 )
 
 
@@ -28,9 +48,7 @@ def main() -> int:
 def generate(arguments: list[str]) -> int:
     texts, arguments = take_prompts(arguments)
     if command.has_help_flag(arguments):
-        from idlm.infer.cli.help import GENERATE, print_command_help
-
-        return print_command_help(GENERATE, GenerateConfig, arguments)
+        return print_command_help(HELP, arguments)
     config, engine_arguments = read_arguments("generate", GenerateConfig, arguments)
     config = dataclasses.replace(config, prompt=[*texts, *config.prompt])
     if config.describe:

@@ -27,88 +27,29 @@ PLUGINS = {
     "accelerator": ("idlm.infer.accelerators", "idlm.infer.sparse.accelerator", "ACCELERATORS"),
 }
 """Folder of each kind of plug-in, and module and name of its registry."""
+FORMS = {
+    "decoder": ("decoder={}", "decoder."),
+    "accelerator": ("accelerators=[{}]", "accelerators.{}."),
+}
+"""How a plug-in of each kind is chosen, and what its options begin with."""
 PLUGIN_FLAGS = {
     "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd, block or full; the options are at the end",
     "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
 }
-GENERATE = CommandHelp(
-    name="idlm-generate",
-    usage='model=PATH [-p "..."] [key=value ...]',
-    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
-    "from a file of JSON lines (input=), or from standard input.",
-    examples=(
-        'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
-        "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
-    ),
-    keys=(
-        *("model", "input", "output", "resume", "system"),
-        *("sampling.temperature", "sampling.max_tokens", "sampling.seed", "max_num_seqs", "device"),
-    ),
-    flags={"-p TEXT, --prompt TEXT": "a prompt; as often as you like", **PLUGIN_FLAGS},
-)
-EVALUATE = CommandHelp(
-    name="idlm-eval",
-    usage="model=PATH [key=value ...]",
-    summary="Decodes the prompts of a task whose answers a program can check, and prints exact match,\n"
-    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
-    examples=(
-        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
-        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
-        "idlm-eval model=outputs/qwen3_8b task=gsm8k data=gsm8k_test.jsonl sampling.max_tokens=32768",
-    ),
-    keys=(
-        *("model", "task", "data", "num", "baseline", "compare", "output"),
-        *("sampling.temperature", "sampling.max_tokens", "device"),
-    ),
-    flags=PLUGIN_FLAGS,
-)
-SERVE = CommandHelp(
-    name="idlm-serve",
-    usage="model=PATH [port=8000] [key=value ...]",
-    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone without host=.\n"
-    "Sampling settings here are the defaults of requests.",
-    examples=(
-        "idlm-serve model=outputs/tiny port=8000",
-        "idlm-serve model=outputs/qwen3_8b host=0.0.0.0 max_num_seqs=128     # with IDLM_API_KEY=...",
-    ),
-    keys=(
-        *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
-        *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
-    ),
-    flags=PLUGIN_FLAGS,
-)
-CHAT = CommandHelp(
-    name="idlm-chat",
-    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="A conversation with a checkpoint, or with any server that has OpenAI's interface. Tokens that\n"
-    "one forward pass accepted have one colour. In a pipe each line of standard input is a turn.",
-    examples=(
-        'idlm-chat model=outputs/qwen3_8b system="You are brief." sampling.temperature=0.7',
-        "idlm-chat url=http://127.0.0.1:8000",
-    ),
-    keys=("model", "url", "system", "sampling.temperature", "sampling.max_tokens", "stats", "device"),
-    flags=PLUGIN_FLAGS,
-)
-BENCH = CommandHelp(
-    name="idlm-bench",
-    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="Puts one load after another on a checkpoint, first with one token per pass (ar) and then with\n"
-    "its decoder, or on servers with OpenAI's interface, and prints throughput and latencies.",
-    examples=(
-        "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
-        "idlm-bench url=http://127.0.0.1:8000 load=fixed input_tokens=512 output_tokens=128 rate=2,4",
-    ),
-    keys=(
-        *("model", "url", "concurrency", "rate", "load", "num_requests", "output", "plot"),
-        *("sampling.temperature", "device"),
-    ),
-    flags=PLUGIN_FLAGS,
-)
 
 
-def print_command_help(command: CommandHelp, schema: type, arguments: Sequence[str]) -> int:
+def print_command_help(command: CommandHelp, arguments: Sequence[str]) -> int:
     """Print help, with all plug-ins, or version of a command; returns the exit status."""
-    return print_help(command, schema, arguments, plugins=describe_plugins())
+    return print_help(command, arguments, plugins=describe_plugins())
+
+
+def plugin_keys() -> list[str]:
+    """The keys of all decoders and accelerators."""
+    keys = ["decoder"]
+    for kind, (_, prefix) in FORMS.items():
+        for name, plugin in plugins_of(kind).items():
+            keys += [f"{prefix.format(name)}{option}" for option in plugin.defaults]
+    return list(dict.fromkeys(keys))
 
 
 class PluginHelp(NamedTuple):
@@ -120,10 +61,9 @@ class PluginHelp(NamedTuple):
 
 def describe_plugins() -> str:
     lines = ["Decoders and accelerators:"]
-    for name, plugin in plugins_of("decoder").items():
-        lines += _described(plugin, f"decoder={name}", "decoder.")
-    for name, plugin in plugins_of("accelerator").items():
-        lines += _described(plugin, f"accelerators=[{name}]", f"accelerators.{name}.")
+    for kind, (choice, prefix) in FORMS.items():
+        for name, plugin in plugins_of(kind).items():
+            lines += _described(plugin, choice.format(name), prefix.format(name))
     return "\n".join(lines)
 
 

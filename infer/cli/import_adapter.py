@@ -55,6 +55,7 @@ class ImportConfig:
 
 HELP = CommandHelp(
     name="idlm-import",
+    schema=ImportConfig,
     usage="model=PATH base=PATH output_dir=PATH preset=NAME | gated=true stride=N ...",
     summary="Makes a LoRA of others (PEFT) one that idlm runs on its base, after checks against the base.",
     examples=(
@@ -72,7 +73,7 @@ def main() -> int:
 
 def import_adapter(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
-        return print_help(HELP, ImportConfig, arguments)
+        return print_help(HELP, arguments)
     from idlm.config.compose import compose
 
     config = _complete(compose("import", ImportConfig, arguments))

@@ -8,9 +8,29 @@ from __future__ import annotations
 import sys
 
 from idlm.cli import command
+from idlm.cli.help import CommandHelp
 from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import read_arguments
+from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
 from idlm.infer.server.config import ServeConfig
+
+HELP = CommandHelp(
+    name="idlm-serve",
+    schema=ServeConfig,
+    usage="model=PATH [port=8000] [key=value ...]",
+    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone without host=.\n"
+    "Sampling settings here are the defaults of requests.",
+    examples=(
+        "idlm-serve model=outputs/tiny port=8000",
+        "idlm-serve model=outputs/qwen3_8b host=0.0.0.0 max_num_seqs=128     # with IDLM_API_KEY=...",
+    ),
+    keys=(
+        *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
+        *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+    plugin_keys=plugin_keys,
+)
 
 
 def main() -> int:
@@ -20,9 +40,7 @@ def main() -> int:
 def serve(arguments: list[str]) -> int:
     """Run the command; returns the exit status. UserError IDLM-0704 without the packages that it needs."""
     if command.has_help_flag(arguments):
-        from idlm.infer.cli.help import SERVE, print_command_help
-
-        return print_command_help(SERVE, ServeConfig, arguments)
+        return print_command_help(HELP, arguments)
     config, engine_arguments = read_arguments("serve", ServeConfig, arguments)
     try:
         from idlm.infer.server.run import run_server

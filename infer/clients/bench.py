@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from idlm.cli import command
-from idlm.cli.help import show_default
+from idlm.cli.help import CommandHelp, show_default
 from idlm.cli.progress import Progress
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
+from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients import arms
 from idlm.infer.clients.arms import Arm
@@ -59,6 +60,25 @@ class ArmPlan(NamedTuple):
     open: Callable[[], AbstractContextManager[Arm]]
 
 
+HELP = CommandHelp(
+    name="idlm-bench",
+    schema=BenchConfig,
+    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
+    summary="Measures throughput and latencies of a checkpoint, or of servers with OpenAI's interface.\n"
+    "A checkpoint gets each load first with one token per pass (ar) and then with its decoder.",
+    examples=(
+        "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
+        "idlm-bench url=http://127.0.0.1:8000 load=fixed input_tokens=512 output_tokens=128 rate=2,4",
+    ),
+    keys=(
+        *("model", "url", "concurrency", "rate", "load", "num_requests", "output", "plot"),
+        *("sampling.temperature", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+    plugin_keys=plugin_keys,
+)
+
+
 def main() -> int:
     return command.run(bench)
 
@@ -66,9 +86,7 @@ def main() -> int:
 def bench(arguments: list[str]) -> int:
     """Run the command; returns the exit status, which is 1 if a request failed."""
     if command.has_help_flag(arguments):
-        from idlm.infer.cli.help import BENCH, print_command_help
-
-        return print_command_help(BENCH, BenchConfig, arguments)
+        return print_command_help(HELP, arguments)
     words = list(map(with_brackets, arguments))
     config, engine_arguments = read_arguments("bench", BenchConfig, words)
     check_unused(config, engine_arguments)

@@ -18,9 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
+from idlm.cli.help import CommandHelp
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
+from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation.arms import AUTO, difference_line, read_arms, run_arms, share_interval, sum_columns
@@ -36,6 +38,25 @@ NUM_SEEDS = 2**63
 DEFAULT_NUM = 200
 """Prompts of a generated task."""
 
+HELP = CommandHelp(
+    name="idlm-eval",
+    schema=EvaluateConfig,
+    usage="model=PATH [key=value ...]",
+    summary="Decodes the prompts of a task whose answers a program can check. Prints exact match,\n"
+    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
+    examples=(
+        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
+        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
+        "idlm-eval model=outputs/qwen3_8b task=gsm8k data=gsm8k_test.jsonl sampling.max_tokens=32768",
+    ),
+    keys=(
+        *("model", "task", "data", "num", "baseline", "compare", "output"),
+        *("sampling.temperature", "sampling.max_tokens", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+    plugin_keys=plugin_keys,
+)
+
 
 def main() -> int:
     return command.run(run_evaluation)
@@ -43,9 +64,7 @@ def main() -> int:
 
 def run_evaluation(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
-        from idlm.infer.cli.help import EVALUATE, print_command_help
-
-        return print_command_help(EVALUATE, EvaluateConfig, arguments)
+        return print_command_help(HELP, arguments)
     config, engine_arguments = read_arguments("eval", EvaluateConfig, arguments)
     with exclusive_output(config.output, overwrite=config.overwrite):
         return _run(config, engine_arguments)

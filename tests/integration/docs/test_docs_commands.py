@@ -21,7 +21,10 @@ from typing import NamedTuple
 
 import pytest
 
+from idlm.cli.command import has_help_flag
 from idlm.cli.help import describe
+from idlm.cli.main import run_command
+from idlm.cli.project import commands as commands_of_idlm
 from idlm.config.compose import compose, recipes
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.generate import generate
@@ -75,6 +78,8 @@ def commands(page: str) -> Iterator[Command]:
             words = shlex.split(line, comments=True)
             while words and re.match(r"[A-Z_]+=", words[0]):
                 words = words[1:]
+            if words[:1] == ["idlm"] and words[1:] and words[1] in commands_of_idlm():
+                words = [f"idlm-{words[1]}", *words[2:]]
             if words:
                 yield Command(page, words, block["mark"])
 
@@ -132,6 +137,7 @@ def test_every_program_is_known_to_these_tests() -> None:
         "idlm-generate",
         "idlm-eval",
         "idlm-import",
+        "idlm",
         *CLIENTS,
         "make",
         "pip",
@@ -158,6 +164,8 @@ def test_what_cannot_run_here_is_marked(command: Command) -> None:
 
 @pytest.mark.parametrize("command", named("idlm-train"), ids=shown)
 def test_idlm_train_composes(command: Command) -> None:
+    if has_help_flag(command.words):
+        return
     compose("train", TrainConfig, command.words[1:])
 
 
@@ -196,6 +204,11 @@ def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) ->
 def test_idlm_import_understands(command: Command) -> None:
     config = compose("import", ImportConfig, command.words[1:])
     assert config.model and config.output_dir
+
+
+@pytest.mark.parametrize("command", named("idlm"), ids=shown)
+def test_idlm_itself_runs(command: Command) -> None:
+    assert run_command(command.words[1:]) == 0
 
 
 @pytest.mark.parametrize("command", named(*CLIENTS), ids=shown)
