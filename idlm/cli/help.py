@@ -51,12 +51,12 @@ def help_text(command: CommandHelp, *, plugins: str = "") -> str:
     flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
     sections = [f"usage: {command.name} {command.usage}", command.summary]
     if command.has_recipes:
-        sections.append("Recipes:\n" + _columns({name: recipe_summary(name) for name in recipes()}))
+        sections.append("Recipes:\n" + columns({name: recipe_summary(name) for name in recipes()}))
     more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if command.has_recipes else ""
     sections += [
         "Examples:\n" + "\n".join(f"  {example}" for example in command.examples),
         "Most used keys:\n" + textwrap.indent(describe(command.schema, keys=command.keys), "  "),
-        "Flags:\n" + _columns(flags),
+        "Flags:\n" + columns(flags),
         f"All keys, given as key=value{more}:\n{describe(command.schema)}",
     ]
     return "\n\n".join([*sections, plugins] if plugins else sections)
@@ -103,6 +103,6 @@ def recipe_summary(name: str) -> str:
     return SENTENCE_END.split(text, maxsplit=1)[0].rstrip(".;")
 
 
-def _columns(rows: dict[str, str]) -> str:
+def columns(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

@@ -4,6 +4,7 @@ What a command is for, and its keys, come from `HELP` in its program's module. N
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import shlex
@@ -11,6 +12,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from idlm import __version__
@@ -54,17 +56,13 @@ def run_command(arguments: list[str]) -> int:
 
 def help_text() -> str:
     """One line for each command."""
+    from idlm.cli.help import columns
+
     rows = {name: summary(entry) for name, entry in commands().items()}
     rows[COMPLETION] = f"Prints the completion of commands and keys for {', '.join(SHELLS)}"
-    width = max(map(len, rows))
-    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
-    return "\n".join(
-        [
-            "usage: idlm COMMAND [key=value ...] | idlm COMMAND --help | idlm --version\n",
-            *lines,
-            '\n`idlm COMMAND` is the program `idlm-COMMAND`. Completion: eval "$(idlm completion bash)"',
-        ]
-    )
+    usage = "usage: idlm COMMAND [key=value ...] | idlm COMMAND --help | idlm --version"
+    end = '`idlm COMMAND` is the program `idlm-COMMAND`. Completion: eval "$(idlm completion bash)"'
+    return f"{usage}\n\n{columns(rows)}\n\n{end}"
 
 
 def summary(entry: metadata.EntryPoint) -> str:
@@ -84,10 +82,9 @@ def words_of(entry: metadata.EntryPoint) -> Iterator[str]:
     from idlm.config.compose import RECIPE, recipes
     from idlm.config.schema import ITEM, walk
 
-    try:
-        help_ = getattr(importlib.import_module(entry.module), "HELP", None)
-    except Exception:
-        help_ = None
+    with contextlib.suppress(Exception):
+        importlib.import_module(entry.module)
+    help_ = getattr(sys.modules.get(entry.module), "HELP", None)
     if help_ is None:
         return
     yield from (flag for text in help_.flags for flag in re.findall(r"(?<!\S)--?[a-z-]+", text))
@@ -117,54 +114,20 @@ def _choices(annotation: Any) -> list[str]:
 def completion(shell: str, known: dict[str, metadata.EntryPoint]) -> str:
     """The script by which a shell completes commands and keys."""
     words = {name: shlex.quote(" ".join(words_of(entry))) for name, entry in known.items()}
-    names = " ".join(["idlm", *(f"{PREFIX}{name}" for name in known)])
-    first = " ".join([*known, COMPLETION])
+    names, shells = f"'{' '.join([*known, COMPLETION])}'", f"'{' '.join(SHELLS)}'"
     if shell == "fish":
-        lines = [f"complete -c idlm -f -n __fish_use_subcommand -a '{first}'"]
-        lines.append(
-            f"complete -c idlm -f -n '__fish_seen_subcommand_from {COMPLETION}' -a '{' '.join(SHELLS)}'"
-        )
-        for name, found in words.items():
-            lines.append(f"complete -c idlm -n '__fish_seen_subcommand_from {name}' -a {found}")
-            lines.append(f"complete -c {PREFIX}{name} -a {found}")
-        return "\n".join(lines)
-    cases = [f"    {PREFIX}{name}) found={found} ;;" for name, found in words.items()]
-    cases += [f"    {PREFIX}{COMPLETION}) found='{' '.join(SHELLS)}' ;;", f"    idlm-) found='{first}' ;;"]
-    return (BASH if shell == "bash" else ZSH).replace("CASES", "\n".join(cases)).replace("NAMES", names)
-
-
-BASH = r"""_idlm() {
-    local typed=${COMP_LINE:0:COMP_POINT} name=${COMP_WORDS[0]##*/} found=
-    typed=${typed##*[[:space:]]}
-    if [[ $name == idlm ]]; then
-        name=idlm-
-        ((COMP_CWORD > 1)) && name=idlm-${COMP_WORDS[1]}
-    fi
-    case $name in
-CASES
-    esac
-    COMPREPLY=($(compgen -W "$found" -- "$typed"))
-    # Bash completes only what follows the last equals sign.
-    if [[ $typed == *=* ]]; then COMPREPLY=("${COMPREPLY[@]#"${typed%"${typed##*=}"}"}"); fi
-    if [[ ${COMPREPLY[0]} == *= ]]; then compopt -o nospace 2>/dev/null; fi
-}
-complete -o default -F _idlm NAMES"""
-ZSH = r"""#compdef NAMES
-_idlm() {
-    local name=${words[1]:t} found=
-    if [[ $name == idlm ]]; then
-        name=idlm-
-        (( CURRENT > 2 )) && name=idlm-${words[2]}
-    fi
-    case $name in
-CASES
-    esac
-    local -a all=(${=found})
-    compadd -S '' -- ${(M)all:#*=}
-    compadd -- ${all:#*=}
-    if [[ $PREFIX == *=* ]]; then compset -P '*='; _files; fi
-}
-compdef _idlm NAMES"""
+        seen = "complete -c idlm -n '__fish_seen_subcommand_from"
+        lines = [
+            f"complete -c idlm -f -n __fish_use_subcommand -a {names}",
+            f"{seen} {COMPLETION}' -a {shells}",
+        ]
+        lines += [f"{seen} {name}' -a {found}" for name, found in words.items()]
+        return "\n".join([*lines, *(f"complete -c {PREFIX}{name} -a {words[name]}" for name in words)])
+    cases = {"": names, **words, COMPLETION: shells}
+    listed = "\n".join(f"    {PREFIX}{name}) found={found} ;;" for name, found in cases.items())
+    template = Path(__file__).with_name(f"completion_{shell}.sh").read_text(encoding="utf-8").rstrip()
+    programs = " ".join(["idlm", *(f"{PREFIX}{name}" for name in known)])
+    return template.replace("CASES", listed).replace("NAMES", programs)
 
 
 if __name__ == "__main__":

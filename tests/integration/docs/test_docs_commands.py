@@ -31,6 +31,7 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.cli.import_adapter import ImportConfig
 from idlm.infer.clients.bench import with_brackets
 from idlm.infer.clients.config import BenchConfig, ChatConfig
+from idlm.infer.doctor.command import read_config as read_doctor
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.server.config import ServeConfig
@@ -137,6 +138,7 @@ def test_every_program_is_known_to_these_tests() -> None:
         "idlm-generate",
         "idlm-eval",
         "idlm-import",
+        "idlm-doctor",
         "idlm",
         *CLIENTS,
         "make",
@@ -204,6 +206,11 @@ def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) ->
 def test_idlm_import_understands(command: Command) -> None:
     config = compose("import", ImportConfig, command.words[1:])
     assert config.model and config.output_dir
+
+
+@pytest.mark.parametrize("command", named("idlm-doctor"), ids=shown)
+def test_idlm_doctor_understands(command: Command) -> None:
+    read_doctor(command.words[1:])
 
 
 @pytest.mark.parametrize("command", named("idlm"), ids=shown)
