@@ -3,6 +3,7 @@
 #   make chat   fetches SmolLM2-135M (90 MB, once) and opens idlm-chat with it
 #   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
+#   make wheel  a wheel in dist/, which is installed into a new environment and run there
 #   make docs   the documentation as a site, in site/
 #   make gpu-test PART=engine|block|kernels|ranks   the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
@@ -39,7 +40,7 @@ DECIDING = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep 
 # first and alone (5: a part has none).
 GPU_WORKERS ?= 8
 
-.PHONY: demo chat test test-all types run-tests gpu-test docs format clean
+.PHONY: demo chat test test-all types run-tests gpu-test wheel docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -77,6 +78,12 @@ gpu-test:
 	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block, PART=kernels or PART=ranks"; exit 1; }
 	$(PYTHON) -m pytest -m "gpu and alone" tests/gpu/$(PART) || test $$? -eq 5
 	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
+
+# build/ may hold modules that are gone.
+wheel: $(VENV)/.test-$(KEY)
+	rm -rf build dist
+	$(RUN) -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	.ci/check-wheel dist/*.whl $(RUN)
 
 docs: $(VENV)/.docs-$(KEY)
 	$(RUN) -m zensical build --strict

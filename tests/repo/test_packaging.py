@@ -75,11 +75,23 @@ def test_without_installation_it_imports_from_above_and_from_within(clone: Path)
         assert Path(found) == clone / "idlm" / "__init__.py"
 
 
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(str(build("build_wheel", clone, tmp_path_factory.mktemp("wheel")).filename))
+
+
 @pytest.mark.sweep
-def test_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
-    clone: Path, tmp_path: Path
-) -> None:
-    names = {name for name in build("build_wheel", clone, tmp_path).namelist() if ".dist-info/" not in name}
+def test_a_wheel_runs_in_a_new_environment(wheel: Path) -> None:
+    command = [ROOT / ".ci" / "check-wheel", wheel, sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    programs = sum(name.startswith("idlm-") for name in PROJECT["scripts"])
+    assert f": {programs + 1} programs; " in done.stdout
+
+
+@pytest.mark.sweep
+def test_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = {name for name in listed(*PACKAGED) if (ROOT / name).is_file()}
     recipes = {
         f"idlm/conf/recipe/{name.removeprefix('recipes/')}" for name in files if name[:8] == "recipes/"
