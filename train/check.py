@@ -39,7 +39,7 @@ from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.encoder import LEFT_OUT, THINKING, TURNS
 from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
-from idlm.train.distributed.deepspeed import uses_deepspeed
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, uses_deepspeed, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_problems
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
@@ -69,8 +69,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda value: value >= 0,
-        "train.weight_decay train.max_grad_norm train.workers train.seed train.max_padding data.workers "
-        "report.num_samples eval.num_prompts",
+        "train.weight_decay train.max_grad_norm train.base_kl train.workers train.seed train.max_padding "
+        "data.workers report.num_samples eval.num_prompts",
     ),
     (
         "above 0",
@@ -209,10 +209,30 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
             f"train.distill={config.train.distill} needs objective=idlm and a gated adapter: in other runs "
             "the clean rows, which are the teacher, would be trained too"
         )
+    if config.train.base_kl > 0:
+        yield from _base_kl_problems(config)
     if config.adapter is not None:
         yield from _adapter_problems(config, config.adapter)
     elif config.export.merge:
         yield "export.merge=true: there is no adapter to merge"
+
+
+def _base_kl_problems(config: TrainConfig) -> Iterator[str]:
+    given = f"train.base_kl={config.train.base_kl:g}"
+    if config.is_gated:
+        yield f"{given}: with a gated adapter clean rows are the base's already; leave train.base_kl out"
+    if not objective_has(config, "predicts_next"):
+        yield (
+            f"{given}: objective={config.objective} has no rows that predict the next token as the base "
+            "does; leave train.base_kl out, or train with objective=idlm"
+        )
+    if config.model.path is None:
+        yield f"{given}: new weights have no base; give model.path, or leave train.base_kl out"
+    if zero_stage(config.train) == SHARDS_WEIGHTS:
+        yield (
+            f"{given} needs a whole copy of the base on every GPU, and train.zero_stage=3 shards it; set "
+            "train.zero_stage=2"
+        )
 
 
 def _adapter_problems(config: TrainConfig, adapter: AdapterConfig) -> Iterator[str]:

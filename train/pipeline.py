@@ -299,8 +299,9 @@ def train(
         train_dataset=prepared.dataset,
         objective=prepared.objective,
         attention=prepared.attention,
+        base=prepared.frozen_base,
         callbacks=[watchdog, progress],  # Figures of a step come before anything else done after it.
-        **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
+        **{name: getattr(loop, name) for name in ("log_every", "balance", "schedule", "decay", "base_kl")},
     )
     trainer.shape, trainer.watchdog, trainer.writer = shape(loop), watchdog, writer
     watchdog.is_stopping = lambda: stop.received is not None or stop.is_time_up

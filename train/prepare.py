@@ -61,6 +61,7 @@ from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
 from idlm.train.model.stored import num_elements
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
+from idlm.train.step import FrozenBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,6 +93,7 @@ class Prepared(RunData):
     base_identity: str | None = None
     mask_text: str | None = None
     base: BaseFiles = BaseFiles()
+    frozen_base: FrozenBase | None = None
 
     @property
     def draft_input(self) -> str:
@@ -110,6 +112,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     with gathering_forward(model):
         check_model(model, attention=attention, trains=stands_for_itself(config))
     check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
+    copied = FrozenBase(model, torch.bfloat16 if is_16_bit else model.dtype) if config.train.base_kl else None
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -139,7 +142,8 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         adapter=adapter,
         mask_text=mask_text,
         base=prepare_base_files(config),
-        base_identity=base_identity(Path(adapter.base_path)) if adapter and adapter.base_path else None,
+        frozen_base=copied,
+        base_identity=base_identity(Path(config.model.path or "")) if adapter or copied else None,
     )
 
 
@@ -377,13 +381,13 @@ def _other_data(run: Path, before: dict[str, Any], now: dict[str, Any]) -> UserE
 
 
 def remember_base(run: Path, identity: str, *, is_continued: bool) -> None:
-    """Store which base an adapter is trained on in the folder of its run; UserError IDLM-0518 where a resumed
-    run has another: checkpoints hold the adapter only, and the base is read again from model.path."""
+    """Store which base a run has, for an adapter or as a teacher, in its folder; UserError IDLM-0518 where a
+    resumed run has another: checkpoints do not hold it, and it is read again from model.path."""
     now = {"base_identity": identity}
     if _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
         raise UserError(
             "IDLM-0518",
-            f"the weights in model.path are not those that the adapter in {run} was started on",
+            f"the weights in model.path are not those that the run in {run} was started on",
             fix="restore them, or start a new run: another output_dir, or resume=never",
         )
 

@@ -6,6 +6,7 @@
     terms      Inside that pass, in place of the output head, the objective (train/objectives/) sums the
                negative log-likelihood of each term: L_mask and L_clean for `idlm`.
     weights    s in L_mask + s * L_clean: a number, or L_mask / L_clean of global means.
+    base       With `train.base_kl` KL(base || model) of the supervised clean rows is one more term.
     loss       sum over terms of weight * sum / count, times the ranks that gradients are averaged over: 1
                where ZeRO adds them. So they become those of the global mean, for any ranks and micro-batches.
     guard      `LossGuard` ends the run on every rank before a loss that is not finite changes a weight.
@@ -20,6 +21,7 @@ Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -40,7 +42,7 @@ from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import SEEN, STORED, mask_arguments
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
-from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms
+from idlm.train.objectives.base import BaseRows, Batch, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
@@ -74,6 +76,7 @@ class TrainingStep:
 
     `autocast`: context of a forward pass. `previous`: means of the step before, for train.balance=previous.
     `averaged_ranks`: the number that gradients are divided by after the sum over ranks; 1 where they are not.
+    `base`: the term KL(base || model) of supervised clean rows, last of all, with the weight `base_kl`.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class TrainingStep:
         log_every: int,
         autocast: Callable[[], AbstractContextManager[Any]],
         previous: PreviousMeans | None = None,
+        base: FrozenBase | None = None,
+        base_kl: float = 0.0,
     ) -> None:
         self.model, self.args = model, args
         self.objective, self.curriculum = objective, curriculum
@@ -94,6 +99,7 @@ class TrainingStep:
         self.runner = BodyAndHead(model)
         self.guard = LossGuard(Path(args.output_dir))
         self.previous = previous
+        self.base, self.base_kl = base, base_kl
         self.averaged_ranks = args.world_size
         self.losses: StepLosses | None = None
 
@@ -101,12 +107,26 @@ class TrainingStep:
         """Whether the metrics get a line after this 1-based step; a line covers steps of one stage only."""
         return step == 1 or step % self.log_every == 0 or self.curriculum.ends_stage(step)
 
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """Names of the summed losses, in the order of `StepLosses.sums`."""
+        return (*self.objective.term_names, *(() if self.base is None else ("base_kl",)))
+
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
+        """How many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
+        own = self.objective.counts(batch, stage=stage, want_overlap=want_overlap)
+        return own if self.base is None else torch.cat([own, own.new_tensor([batch["clean_index"].numel()])])
+
+    def _weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        own = self.objective.weights(stage, means)
+        return own if self.base is None else torch.cat([own, own.new_tensor([self.base_kl])])
+
     def start(self, step: int, batches: list[Batch], to_device: Callable[[Batch], Batch]) -> Tensor:
         """Begin the 0-based optimizer step with its micro-batches. Returns `counts`. Collective."""
         device = self.args.device
         self.guard.begin(step + 1, num_micro_batches=len(batches))
         stage, is_logged = self.curriculum.stage_of_step(step), self.is_logged(step + 1)
-        per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
+        per_batch = [self.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
         counts = torch.stack(per_batch).sum(dim=0).to(device, non_blocking=True)
         all_reduce(counts)
         self.losses = StepLosses(
@@ -120,7 +140,7 @@ class TrainingStep:
         if self.objective.needs_means(stage):
             self._balance(self.losses, batches, to_device)
         else:
-            weights = self.objective.weights(stage, None)
+            weights = self._weights(stage, None)
             self.losses.weights = weights.to(device, non_blocking=True)
         return counts
 
@@ -132,7 +152,7 @@ class TrainingStep:
         accumulation a pass without gradients over all micro-batches computes them here, about a third more
         compute for the step. With balance=previous the losses of the step before are used, at no cost."""
         if self.previous is not None and self.previous.means is not None:
-            step.weights = self.objective.weights(step.stage, self.previous.means)
+            step.weights = self._weights(step.stage, self.previous.means)
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
             # Dropout draws the same numbers in the pass that trains.
@@ -140,22 +160,21 @@ class TrainingStep:
                 self.model.train()
                 for batch in map(to_device, batches):
                     sums += self.evaluate(step.stage, batch).sums
-            step.weights = self.objective.weights(step.stage, step.means(sums))
+            step.weights = self._weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """This rank's share of the step's loss, a scalar; `model` may be wrapped (DDP, DeepSpeed)."""
         step = self.losses
         assert step is not None, "start() begins a step"
 
-        def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
+        def in_place_of_head(head: Head, hidden_BTD: Tensor, base: BaseRows | None) -> Terms:
             if step.weights is None:
                 request = TermRequest(stage=step.stage)
-                sums = self.objective.terms(head, hidden_BTD.detach(), batch, request).sums
-                means = step.means(sums)
-                step.weights = self.objective.weights(step.stage, means)
+                sums = terms_of(self.objective, head, hidden_BTD.detach(), batch, request, base).sums
+                step.weights = self._weights(step.stage, step.means(sums))
             coefficients = step.weights / step.counts.clamp_min(1) * self.averaged_ranks
             request = TermRequest(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
-            return self.objective.terms(head, hidden_BTD, batch, request)
+            return terms_of(self.objective, head, hidden_BTD, batch, request, base)
 
         terms = self._forward(model, batch, in_place_of_head, trains=True)
         assert terms.loss is not None
@@ -170,24 +189,50 @@ class TrainingStep:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
         note_progress()
         request = TermRequest(stage=stage, want_overlap=want_overlap)
-        compute = partial(self.objective.terms, batch=batch, request=request)
+
+        def compute(head: Head, hidden_BTD: Tensor, base: BaseRows | None) -> Terms:
+            return terms_of(self.objective, head, hidden_BTD, batch, request, base)
+
         return self._forward(self.model, batch, compute)
 
     def _forward(
         self,
         model: nn.Module,
         batch: Batch,
-        compute: Callable[[Head, Tensor], Terms],
+        compute: Callable[[Head, Tensor, BaseRows | None], Terms],
         *,
         trains: bool = False,
     ) -> Terms:
         graphs = self.runner.graphs
         # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.
         with self.autocast():
+            base = None if self.base is None else self.base.rows(batch, self.attention)
+            terms = partial(compute, base=base)
             if graphs is not None and trains:
                 with contextlib.suppress(CaptureError), graphs.running():
-                    return self.runner.terms(model, batch, self.attention, compute)
-            return self.runner.terms(model, batch, self.attention, compute)
+                    return self.runner.terms(model, batch, self.attention, terms)
+            return self.runner.terms(model, batch, self.attention, terms)
+
+
+def terms_of(
+    objective: Objective,
+    head: Head,
+    hidden_BTD: Tensor,
+    batch: Batch,
+    request: TermRequest,
+    base: BaseRows | None = None,
+) -> Terms:
+    """The terms of an objective and, with `base`, KL(base || model) of the supervised clean rows, summed."""
+    if base is None:
+        return objective.terms(head, hidden_BTD, batch, request)
+    coefficients, index_M = request.coefficients, batch["clean_index"]
+    own = request if coefficients is None else replace(request, coefficients=coefficients[:-1])
+    terms = objective.terms(head, hidden_BTD, batch, own)
+    factor = terms.sums.new_ones(()) if coefficients is None else coefficients[-1]
+    hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
+    loss = head.kl(hidden_MD, base, factor.expand(len(index_M)))
+    sums = torch.cat([terms.sums, (loss.detach() / factor).reshape(1)])
+    return replace(terms, sums=sums, loss=None if terms.loss is None else terms.loss + loss)
 
 
 class BodyAndHead:
@@ -242,13 +287,7 @@ class BodyAndHead:
         assert self.gate is not None
         shape = batch["doc_ids"].shape
         noisy_M, clean_M = batch["gate_index"], batch["clean_rows"]
-        # Rows of several packed rows become one; their documents get numbers of their own.
-        numbers_BT = torch.arange(shape[0], device=noisy_M.device)[:, None] * shape[1]
-        flat = {**batch, "doc_ids": batch["doc_ids"] + numbers_BT}
-        noisy, clean = (
-            {name: flat[name].flatten()[rows][None] for name in ROW_COLUMNS if name in flat}
-            for rows in (noisy_M, clean_M)
-        )
+        noisy, clean = flat_rows(batch, noisy_M), flat_rows(batch, clean_M)
         if self.graphs is not None and self.graphs.is_running:
             noisy, clean = _filled_up(noisy, clean, of_rows=shape.numel())
             self.graphs.pair = (noisy["doc_ids"].shape[1], clean["doc_ids"].shape[1])
@@ -291,6 +330,40 @@ class BodyAndHead:
                 del head_attributes["forward"]
             else:
                 head_attributes["forward"] = before
+
+
+class FrozenBase:
+    """The base as it was before training, which never trains: a copy of `model`, whole on this rank, in
+    `dtype`. Made before an adapter is added or layers are compiled, so that it has neither."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(requires_grad=False)
+        self.runner = BodyAndHead(self.model)
+
+    @torch.no_grad()
+    def rows(self, batch: Batch, attention: str) -> BaseRows:
+        """The supervised clean rows of a batch, in the order of its `clean_index`, from a forward pass over
+        its clean rows alone: they see no noisy ones."""
+        found: list[BaseRows] = []
+        clean_M, supervised_M = batch["clean_rows"], batch["clean_index"]
+
+        def collect(head: Head, hidden_BTD: Tensor) -> Terms:
+            # `clean_rows` are in order, and supervised ones are among them.
+            order_M = torch.searchsorted(clean_M, supervised_M)
+            found.append(BaseRows(hidden_MD=hidden_BTD[0].index_select(0, order_M), head=head))
+            return Terms(sums=hidden_BTD.new_zeros(0))
+
+        self.runner.terms(self.model, flat_rows(batch, clean_M), attention, collect)
+        return found[0]
+
+
+def flat_rows(batch: Batch, rows_M: Tensor) -> Batch:
+    """Some rows of a batch [B, T], by their index [M] into B*T, as one row [1, M], in which documents of
+    different packed rows have different numbers."""
+    num_rows, length = batch["doc_ids"].shape
+    numbers_BT = torch.arange(num_rows, device=rows_M.device)[:, None] * length
+    flat = {**batch, "doc_ids": batch["doc_ids"] + numbers_BT}
+    return {name: flat[name].flatten()[rows_M][None] for name in ROW_COLUMNS if name in flat}
 
 
 def _filled_up(noisy: Batch, clean: Batch, *, of_rows: int) -> tuple[Batch, Batch]:

@@ -49,16 +49,18 @@ def linear_distillation(
     divergence: str,
     share: float,
     bias_V: Tensor | None = None,
+    verify_head: tuple[Tensor, Tensor | None] | None = None,
     max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, of (1 - share) * nll + share * divergence in place of nll.
 
-    q is the distribution of a row of `draft_MD`, p, a constant, that of the row of `verify_MD` [M, D].
+    q is the distribution of a row of `draft_MD`, p, a constant, that of the row of `verify_MD` [M, D], by the
+    same head or by the weight [V, D] and bias [V] of `verify_head`.
     `divergence` is "kl", sum_v p (log p - log q), or "overlap", 1 - sum_v min(p, q), the expected rate of
     rejection of a sampled draft."""
     assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
     assert divergence in DIVERGENCES and 0 <= share <= 1, f"{divergence=} {share=}"
-    teacher = _Teacher(verify_MD.detach(), divergence, share)
+    teacher = _Teacher(verify_MD.detach(), *(verify_head or (weight_VD, bias_V)), divergence, share)
     return _loss(draft_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes // 2, teacher)
 
 
@@ -128,6 +130,8 @@ class _Teacher(NamedTuple):
     """What a draft is compared with, see `linear_distillation`."""
 
     verify_MD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
     divergence: str
     share: float
 
@@ -203,8 +207,7 @@ class _Pass:
         loss_M = nll_M if teacher is None else torch.empty_like(nll_M)
         verify = None
         if teacher is not None:
-            bias_V, num_bytes = self.bias_V, self.max_logits_bytes
-            verify = _Pass(teacher.verify_MD, self.own_weight_VD, bias_V, num_bytes).logits()
+            verify = _Pass(*teacher[:3], self.max_logits_bytes).logits()
         for chunk, logits_mV in self.logits():
             coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
             if teacher is None or verify is None:

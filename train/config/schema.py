@@ -107,6 +107,11 @@ class LoopConfig:
         "with a gated adapter: none (labels), kl or overlap (1 - overlap) of the draft to the base", "none"
     )
     distill_share: float = option("share of distillation in the loss, labels have the rest; 1: alone", 1.0)
+    base_kl: float = option(
+        "weight of KL(base || model) in nats a token, the mean over supervised clean rows, in the loss: it "
+        "keeps the clean rows of a full conversion those of the base; a second copy of the weights; 0: none",
+        0.0,
+    )
     max_clean_weight: float | None = option(
         "bound of a balanced clean weight (clean_weight=auto); null: none, as in the paper", None
     )

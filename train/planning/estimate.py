@@ -21,7 +21,6 @@ from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
     num_parameters,
     num_trained_parameters,
-    uses_deepspeed,
 )
 from idlm.train.model.graphs import replays
 from idlm.train.model.load import compiles
@@ -140,7 +139,6 @@ def run_setup(
         rows=size * row_length,
         targets=round(size * (fed.clean_targets + fed.noisy_targets)),
         mask_rows=round(size * fed.noisy_rows) if config.is_gated else size * row_length,
-        autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
         recomputed_layers=config.model.recomputed_layers,
         is_compiled=compiles(config, device),
@@ -163,8 +161,9 @@ def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig
         values = {"train.max_length": loop.max_length // 2, "train.overlong": "truncate"}
     changes[" ".join(f"{key}={value}" for key, value in values.items())] = values
     if loop.deepspeed is None and (num_gpus > 1 or loop.offload_optimizer):
-        # Compiled layers do not go with weights that move.
-        highest = SHARDS_WEIGHTS - 1 if config.model.compile == "on" else SHARDS_WEIGHTS
+        # Compiled layers, or a copy of the base, do not go with weights that move.
+        stays_whole = config.model.compile == "on" or loop.base_kl > 0
+        highest = SHARDS_WEIGHTS - 1 if stays_whole else SHARDS_WEIGHTS
         for stage in range((loop.zero_stage or 0) + 1, highest + 1):
             changes[f"train.zero_stage={stage}"] = {"train.zero_stage": stage}
     if loop.zero_stage and not loop.offload_optimizer:

@@ -175,16 +175,24 @@ def train_passes(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True
 
 
 def extra_passes(
-    fed: TokenCounts, *, is_gated: bool, recomputes: float, distills: bool, balances: bool
+    fed: TokenCounts,
+    *,
+    is_gated: bool,
+    recomputes: float,
+    distills: bool,
+    balances: bool,
+    copies_base: bool = False,
 ) -> Passes:
     """What the settings add: a forward pass of the share of layers that `recomputes` activations, the
-    teacher's logits, and a forward pass, with the head, that balances the terms of an accumulated step."""
+    teacher's logits, and a forward pass, with the head, that balances the terms of an accumulated step. With
+    a copy of the base: its forward pass over clean rows, and four products with heads for each target."""
     again = fed._replace(clean_rows=0, clean_pairs=0) if is_gated else fed
     targets = fed.clean_targets + fed.noisy_targets
     return Passes(
-        layers=recomputes * again.rows + balances * fed.rows,
-        head=distills * fed.noisy_targets + balances * targets,
-        pairs=PAIR_FORWARD * (recomputes * again.pairs + balances * fed.pairs),
+        layers=recomputes * again.rows + balances * fed.rows + copies_base * fed.clean_rows,
+        head=distills * fed.noisy_targets + balances * targets + copies_base * 4 * fed.clean_targets,
+        pairs=PAIR_FORWARD
+        * (recomputes * again.pairs + balances * fed.pairs + copies_base * fed.clean_pairs),
     )
 
 

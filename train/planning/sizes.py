@@ -181,9 +181,12 @@ def _sized(config: TrainConfig, length: int, batch: int) -> TrainConfig:
 def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConfig]:
     """Ways to train, from the fastest for a model that fits to that with the least memory: all weights, or a
     gated LoRA; with activations saved or computed again; the state on each GPU or in parts."""
-    for adapter in (None, AdapterConfig()) if config.adapter is None else (config.adapter,):
+    copies_base = config.train.base_kl > 0
+    is_given = config.adapter is not None or copies_base
+    for adapter in (config.adapter,) if is_given else (None, AdapterConfig()):
         is_sharded = on_gpu and gpus > 1
-        for zero_stage in ((1, 2, 3) if adapter is None else (None, 3)) if is_sharded else (None,):
+        stages = (1, 2) if copies_base else (1, 2, 3) if adapter is None else (None, 3)
+        for zero_stage in stages if is_sharded else (None,):
             for again in (False, True):
                 is_bf16 = on_gpu and (adapter is not None or zero_stage is not None)
                 values = {

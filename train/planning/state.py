@@ -20,6 +20,7 @@ from idlm.train.distributed.deepspeed import (
     has_fp32_masters,
     num_parameters,
     num_trained_parameters,
+    uses_deepspeed,
     zero_stage,
 )
 from idlm.train.model.stored import export_dtype
@@ -44,7 +45,8 @@ class RunSetup:
     """How a model is trained. `rows` and `targets` (rows with a label) of a micro-batch; an adapter changes
     `mask_rows` of them: the noisy ones, all if it is not gated. `zero_stage` None: without DeepSpeed.
     `is_bf16`: weights are bfloat16; `autocast`: float32 weights, bfloat16 products. `rank` 0: all weights
-    train; else a LoRA with `adapter_parameters`. `attention` is that of `model.attention`."""
+    train; else a LoRA with `adapter_parameters`. `attention` is that of `model.attention`. `copies_base`: a
+    frozen copy of the base, in the dtype of products (train.base_kl)."""
 
     rows: int
     targets: int
@@ -62,6 +64,7 @@ class RunSetup:
     adapter_parameters: int = 0
     batch_size: int = 1
     attention: str = "auto"
+    copies_base: bool = False
 
     @property
     def size(self) -> int:
@@ -87,7 +90,9 @@ def state_setup(config: TrainConfig, *, world_size: int) -> RunSetup:
         world_size=world_size,
         zero_stage=zero_stage(config.train),
         is_bf16=has_fp32_masters(config) or config.model.dtype == "bfloat16",
+        autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         offloads=config.train.offload_optimizer,
+        copies_base=config.train.base_kl > 0,
         rank=0 if config.adapter is None else config.adapter.rank,
     )
 
@@ -101,6 +106,7 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
     # Without DeepSpeed an adapter stays float32 next to a bfloat16 base.
     trained_size = run.size if run.has_masters or not run.rank else 4
     on_gpu = 0 if run.offloads else 1
+    narrow = 2 if run.autocast else run.size
     sums_on_gpu = 0 if run.offloads and (run.zero_stage or 0) >= 2 else 1
     return [
         Term(
@@ -111,6 +117,11 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
         Term(GRADIENTS, sums_on_gpu * 4 * trained // gradients, f"4 P / {gradients}"),
         Term("float32 masters", on_gpu * run.has_masters * 4 * trained // optimizer, f"4 P / {optimizer}"),
         Term("AdamW moments", on_gpu * 8 * trained // optimizer, f"8 P / {optimizer}"),
+        Term(
+            "frozen base (train.base_kl)",
+            run.copies_base * narrow * (frozen or trained),
+            f"{narrow} {'Z' if frozen else 'P'}",
+        ),
     ]
 
 
@@ -153,7 +164,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     A checkpoint holds all training state but gradients. One more than `save_total_limit` exists while the
     newest is written. Every stage publishes the weights, or a gated adapter alone."""
     trained = num_trained_parameters(model)
-    whole = replace(state_setup(config, world_size=1), offloads=False)
+    whole = replace(state_setup(config, world_size=1), offloads=False, copies_base=False)
     published = trained
     if not config.is_gated:
         published = num_parameters(model) - (0 if config.adapter is None else trained)

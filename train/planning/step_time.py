@@ -147,6 +147,7 @@ def time_plan(
             is_gated=config.is_gated,
             recomputes=_recomputed_share(config, work.num_layers),
             distills=config.train.distill != "none",
+            copies_base=config.train.base_kl > 0,
             balances=accumulates and stage.clean_weight is None,
         )
         needed += share * global_batch * work.flops(needs)
