@@ -26,7 +26,6 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -203,11 +202,15 @@ class TrainingStep:
         *,
         trains: bool = False,
     ) -> Terms:
-        graphs = self.runner.graphs
+        graphs, base = self.runner.graphs, None
+
+        def terms(head: Head, hidden_BTD: Tensor) -> Terms:
+            return compute(head, hidden_BTD, base)
+
         # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.
         with self.autocast():
-            base = None if self.base is None else self.base.rows(batch, self.attention)
-            terms = partial(compute, base=base)
+            if self.base is not None:
+                base = self.base.rows(batch, self.attention)
             if graphs is not None and trains:
                 with contextlib.suppress(CaptureError), graphs.running():
                     return self.runner.terms(model, batch, self.attention, terms)
