@@ -141,6 +141,11 @@ class SamplingParams:
     def has_filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the request takes one token per pass, whatever the stride of its decoder."""
+        return self.decoder_options.get("stride") == 1
+
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""
         has_seed, options, scores = self.seed is not None, self.decoder_options, self.prompt_logprobs

@@ -33,7 +33,7 @@ from idlm.infer.errors import (
 )
 from idlm.infer.interrupts import uninterrupted
 from idlm.infer.parts import EngineParts, Prompt
-from idlm.infer.request import ANONYMOUS, QueueOrder, Request, strip_stop_id
+from idlm.infer.request import ANONYMOUS, PassCounts, QueueOrder, Request, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import StepLoad
 from idlm.infer.runtime.worker import InflightStep, Worker
@@ -48,7 +48,8 @@ class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
     `logprobs` holds one entry per token if requested. The first event has the `prompt_logprobs`
-    of `Completion`. `error` is set if the answer is not complete: IDLM-0448, IDLM-0457 or IDLM-0473."""
+    of `Completion`, and each the `passes` that emitted its tokens, if requested. `error` is set if the answer
+    is not complete: IDLM-0448, IDLM-0457 or IDLM-0473."""
 
     request_id: str
     index: int
@@ -58,6 +59,7 @@ class StreamEvent:
     error: UserError | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    passes: tuple[PassCounts, ...] = ()
 
 
 class Engine:
@@ -180,16 +182,18 @@ class Engine:
         streams: bool = False,
         turn: QueueOrder = ANONYMOUS,
         is_read: bool = True,
+        has_passes: bool = False,
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
         Requests of different clients and calls (`turn`) are admitted in turn. With `is_read` False each
-        sample has one event, at its end."""
+        sample has one event, at its end. `has_passes`: events say what each pass emitted."""
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
         with uninterrupted():
             for request in samples:
                 self._num_added += 1
                 request.turn, request.is_read = turn, is_read
+                request.passes = [] if has_passes else None
                 self._active.setdefault(request_id, []).append(request)
                 if (request.params.stop or streams) and self.tokenizer is not None:
                     self._texts[request] = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)
@@ -294,7 +298,9 @@ class Engine:
     def _event(self, request: Request) -> StreamEvent:
         """The event of the tokens that none has yet."""
         start, new_ids = request.num_reported, self._report(request)
-        answer = self._texts.get(request)
+        answer, passes = self._texts.get(request), tuple(request.passes or ())
+        if passes:
+            request.passes = []
         return StreamEvent(
             request.request_id,
             request.index,
@@ -303,6 +309,7 @@ class Engine:
             None,
             logprobs=tuple(request.logprobs[start:]),
             prompt_logprobs=None if start else request.all_prompt_logprobs(),
+            passes=passes,
         )
 
     def _report(self, request: Request) -> list[int]:
@@ -404,9 +411,7 @@ class Engine:
         if problem is None:
             self.scheduler.book(request, num_before, waited)
         if new_ids:
-            request.num_steps += 1
-            if tested:
-                request.count_drafts(accepted, tested, len(new_ids))
+            request.count_pass(accepted, tested, len(new_ids))
             # Drafts that a grammar forces are always accepted.
             if self._stride_controller is not None and request.grammar is None:
                 from_masks = not request.has_other_drafts

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 MAX_RECENT_DRAFTS = 256
 
 
+class PassCounts(NamedTuple):
+    """What one pass did for a sample: tokens emitted, drafts accepted and tested. Drafts after the last token
+    of the answer do not count."""
+
+    num_emitted: int
+    num_accepted: int
+    num_tested: int
+
+
 class QueueOrder(NamedTuple):
     """The client of a request, and its order there: lowest `priority` first. `call`: one call of the client,
     which may have several prompts with several answers each."""
@@ -52,7 +61,7 @@ class Request:
     are not from masks, but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's
     tokens from the second one on, as far as they are known. `grammar` follows the tokens of the answer.
     `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last one too,
-    and those so far have `num_reported` tokens of the answer."""
+    and those so far have `num_reported` tokens of the answer. `passes` since the last event, unless None."""
 
     request_id: str
     index: int
@@ -85,6 +94,7 @@ class Request:
     turn: QueueOrder = ANONYMOUS
     is_read: bool = True
     num_reported: int = 0
+    passes: list[PassCounts] | None = None
     num_known: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,10 +175,15 @@ class Request:
                 break
         return kept
 
-    def count_drafts(self, num_accepted: int, num_tested: int, num_emitted: int) -> None:
-        """Count the drafts of one step. Those after the `num_emitted` tokens of the answer do not count."""
+    def count_pass(self, num_accepted: int, num_tested: int, num_emitted: int) -> None:
+        """Count a step that emitted, and its drafts. Those after the tokens of the answer do not count."""
+        self.num_steps += 1
         if num_accepted >= num_emitted:
             num_accepted = num_tested = num_emitted
+        if self.passes is not None:
+            self.passes.append(PassCounts(num_emitted, num_accepted, num_tested))
+        if not num_tested:
+            return
         while len(self.passes_by_tested) <= num_tested:
             self.passes_by_tested.append(0)
             self.passes_by_accepted.append(0)

@@ -10,9 +10,9 @@ with masks applied.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
-from idlm.infer.decoders.rejection import NO_ROW, DraftLayout, layouts, strategy_of
+from idlm.infer.decoders.rejection import NO_ROW, SINGLE_BUFFER, DraftLayout, layouts, strategy_of
 from idlm.infer.selectors.base import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -67,6 +67,7 @@ class IsdDecoder(Decoder):
     Config: ClassVar[type] = IsdConfig
     kv_policy = KVWritePolicy(has_drafts=True)
     takes_constraints = True
+    request_options = ("stride",)
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -159,6 +160,14 @@ class IsdDecoder(Decoder):
         elif config.stride is None and self.stride == 1:
             warnings.warn(f"isd emits one token per forward pass, like ar: {advice}", stacklevel=3)
 
+    def check_options(self, config: IsdConfig, options: Mapping[str, Any]) -> None:
+        if config.stride not in (None, 1, self.stride):
+            raise UserError(
+                "IDLM-0402",
+                f"decoder_options.stride={config.stride} must be 1 or the engine's stride, {self.stride}",
+                fix="use 1 for one token per pass, or leave it out",
+            )
+
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -174,6 +183,9 @@ class IsdDecoder(Decoder):
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         fill_lanes(lanes, 0, self.draft_buffer_Z)
         fill_lanes(lanes, 1, self.score_Z)
+        single = [lane for lane, one in zip(lanes, params, strict=True) if one.is_single]
+        if single:
+            fill_lanes(single, SINGLE_BUFFER.index(self.num_masks), self.draft_buffer_Z)
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of the layout."""
@@ -197,9 +209,10 @@ class IsdDecoder(Decoder):
         order_B = torch.arange(num_sequences, device=lanes_B.device)
         score_B = torch.where(batch.samples_B, self.score_Z[lanes_B], -1.0) - TIE * order_B
         num_ahead_B = (score_B > score_B[:, None]).sum(1)
-        is_narrow_B = num_ahead_B >= num_sequences // 2
+        single, buffer_B = SINGLE_BUFFER.index(self.num_masks), self.draft_buffer_Z[lanes_B]
+        is_narrow_B = (num_ahead_B >= num_sequences // 2) & (buffer_B != single)
         self._layout_Z.copy_(self.draft_buffer_Z)
-        self._layout_Z[lanes_B] = self.draft_buffer_Z[lanes_B] + is_narrow_B * (2 * self.num_masks + 1)
+        self._layout_Z[lanes_B] = buffer_B + is_narrow_B * (single + 1)
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.

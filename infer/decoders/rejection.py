@@ -203,13 +203,16 @@ NO_ROW = -1
 @dataclass(frozen=True, slots=True)
 class DraftBuffer:
     """The drafts that a sequence holds. `from_verify_rows`: they were drawn from verification rows after a
-    rejection, not from masks."""
+    rejection, not from masks. `is_single`: none, and none will be drawn."""
 
     num_drafts: int
     from_verify_rows: bool = False
+    is_single: bool = False
 
     def index(self, max_drafts: int) -> int:
-        """Its index in `draft_buffers(max_drafts)`."""
+        """Its index in `draft_buffers(max_drafts)`, or that of `SINGLE_TOKEN` after them."""
+        if self.is_single:
+            return 2 * max_drafts + 1
         return self.num_drafts + (max_drafts if self.from_verify_rows and self.num_drafts else 0)
 
 
@@ -262,15 +265,22 @@ def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
     return tuple(range(first, first + num_masks))
 
 
+SINGLE_BUFFER = DraftBuffer(0, is_single=True)
+SINGLE_TOKEN = RowLayout(
+    num_drafts=0, num_masks=0, mask_parents=(), draft_rows=((),), next_buffers=(SINGLE_BUFFER,)
+)
+"""Of a sequence that decodes as `ar` does, next to others with drafts."""
+
+
 class DraftLayout:
-    """Layouts by draft buffer, padded and stacked as int64 tensors on the engine's device; those of the
-    `narrow` half of the sequences follow, in the same order."""
+    """Layouts by draft buffer, padded and stacked as int64 tensors on the engine's device, and after them
+    `SINGLE_TOKEN`; those of the `narrow` half of the sequences follow, in the order of the first ones."""
 
     def __init__(
         self, layouts: list[RowLayout], device: torch.device, narrow: Sequence[RowLayout] = ()
     ) -> None:
         max_drafts = len(layouts) // 2
-        layouts = [*layouts, *narrow]
+        layouts = [*layouts, SINGLE_TOKEN, *narrow]
         self.layouts = layouts
         self.max_width = max(layout.width for layout in layouts)
         # Of all modes that sequences may come from.

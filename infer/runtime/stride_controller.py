@@ -137,7 +137,8 @@ OOM_MEMORY_STEPS = 1000
 class StepLoad:
     """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
     `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
-    of decoding sequences of late (empty: they are average ones). `is_plain`: as in `Members`."""
+    of decoding sequences of late (empty: they are average ones). `is_plain`, `takes_drafts`: as in
+    `Members`."""
 
     num_sequences: int
     num_decoding: int | None = None
@@ -145,6 +146,7 @@ class StepLoad:
     num_slots: int = 0
     drafts: Sequence[tuple[float, float]] = ()
     is_plain: bool = True
+    takes_drafts: bool = True
 
     @classmethod
     def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> StepLoad:
@@ -160,6 +162,7 @@ class StepLoad:
                 if samples and has_drafts
             ],
             is_plain=schedule.members.is_plain,
+            takes_drafts=schedule.members.takes_drafts,
         )
 
     @property
@@ -240,7 +243,7 @@ class StrideController:
 
     def _choice(self, load: StepLoad) -> int:
         since = self._num_steps - self._last_oom
-        if (self._last_oom and since == 1) or load.num_decoding == 0:
+        if (self._last_oom and since == 1) or load.num_decoding == 0 or not load.takes_drafts:
             return self._narrowest
         if since > OOM_MEMORY_STEPS:
             self._max_rows = math.inf

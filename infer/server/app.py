@@ -22,6 +22,7 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, FieldError, from_validation, internal_error, json_response
 from idlm.infer.server.guard import Guard, TimedProtocol
 from idlm.infer.server.messages import AnswerEvent
+from idlm.infer.server.page import add_page
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
@@ -52,6 +53,8 @@ def routes(service: Service) -> FastAPI:
     app = FastAPI(title="idlm", version=__version__, docs_url=None, redoc_url=None)
     for kind in (ApiError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    if service.config.page:
+        add_page(app)
     _add_generation(app, service)
     _add_descriptions(app, service)
     return app
@@ -75,11 +78,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
-    @app.get("/")
-    @app.get("/docs", include_in_schema=False)
+    # The page has the first of these paths, if there is one.
+    @app.get("/", include_in_schema=False)
+    @app.get("/docs")
     async def root() -> Response:
         """The name of the server, and links."""
-        paths = [path for path in app.openapi()["paths"] if path != "/"]
+        paths = [path for path in app.openapi()["paths"] if path != "/docs"]
         about = {"name": "idlm", "version": __version__, "model": service.model_name}
         return json_response({**about, "status": service.status, "routes": paths, "schema": app.openapi_url})
 

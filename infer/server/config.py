@@ -48,6 +48,7 @@ class ServeConfig(EngineSettings):
         "none, or all if there is an API key",
         None,
     )
+    page: bool = option("serve the page at /: chat, race and load in a browser; its files need no key", True)
     split_special_tokens: bool = option(
         "special tokens that the text of a chat spells are text; false: they are special, as in the template",
         True,

@@ -86,10 +86,15 @@ class EngineClient:
         self._fail_all(engine_unavailable("the server is shutting down"))
 
     async def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder = ANONYMOUS
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        turn: QueueOrder = ANONYMOUS,
+        *,
+        has_passes: bool = False,
     ) -> Generation:
-        """Queue prompts, and wait until the engine has taken them. Raises UserError for a refusal, ApiError
-        503."""
+        """Queue prompts, and wait until the engine has taken them; `has_passes`: events have `passes`. Raises
+        UserError for a refusal, ApiError 503."""
         number = next(self._numbers)
         request_ids = [f"{number}-{index}" for index in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
@@ -98,7 +103,7 @@ class EngineClient:
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):
                 message = {"id": request_id, "prompt_ids": prompt, "params": messages.params_message(params)}
-                await self._send({"type": "add", "turn": generation.turn, **message})
+                await self._send({"type": "add", "turn": generation.turn, "passes": has_passes, **message})
             for prompt in prompts:
                 await generation.wait_until_added()
                 self._metrics.prompt_tokens.inc(len(prompt))

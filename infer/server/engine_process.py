@@ -154,7 +154,10 @@ class EngineLoop:
                 self._report([])
                 return
             turn = QueueOrder(*message["turn"])
-            self._engine.add_request(request_id, prompt_ids, params, streams=True, turn=turn)
+            has_passes = message.get("passes", False)
+            self._engine.add_request(
+                request_id, prompt_ids, params, streams=True, turn=turn, has_passes=has_passes
+            )
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **messages.error_message(error)})
         except Exception:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Pro
 
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError, FieldError
+from idlm.infer.server.page import FILES
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
@@ -49,6 +50,7 @@ class Guard:
     ) -> None:
         self._app, self._observe, self._logs = app, observe, config.log_requests
         self._max_body, self._max_header = config.max_body, config.max_header
+        self.public = OPEN_PATHS.union(FILES if config.page else ())
         self._keys = [f"Bearer {key}".encode() for key in keys_of(api_key)]
         given = config.allowed_hosts
         hosts = (["*"] if self._keys else []) if given is None else given
@@ -113,7 +115,7 @@ class Guard:
 
     def _client(self, scope: Scope) -> str:
         """Who sends a request: its key, by number, or its address. Raises ApiError 401 without a key."""
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        if not self._keys or scope["path"] in self.public:
             return f"address {scope['client'][0]}" if scope["client"] else ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         # In constant time: the time of a refusal is independent of the keys. A router that has a key

@@ -3,7 +3,7 @@
 Nothing is pickled, and no message names code. The front end sends
 
     {"type": "start", "model", "decoder", "settings", "options"}     once, before anything else
-    {"type": "add", "id", "prompt_ids", "params", "turn"}            one request
+    {"type": "add", "id", "prompt_ids", "params", "turn", "passes"}  one request; `passes`: events have them
     {"type": "abort", "id"}
 
 and the engine process answers
@@ -71,7 +71,8 @@ class SampleCounts(NamedTuple):
 
 
 class AnswerEvent(NamedTuple):
-    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token."""
+    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token, and each of
+    `passes` is a `PassCounts`."""
 
     request_id: str
     sample: int
@@ -81,6 +82,7 @@ class AnswerEvent(NamedTuple):
     figures: SampleCounts | None = None
     error: tuple[str, str, str] | None = None
     prompt_logprobs: list[TokenEntry] = []  # noqa: RUF012
+    passes: list[Sequence[int]] = []  # noqa: RUF012
 
 
 class Stats(NamedTuple):
@@ -124,7 +126,7 @@ def _logprob(token: TokenLogprob) -> TokenEntry:
 def event_message(event: StreamEvent) -> Sequence[Any]:
     """A stream event as it is sent: the first fields of `AnswerEvent`, or all."""
     error, done = event.error, event.completion
-    if not (done or error or event.logprobs or event.prompt_logprobs):
+    if not (done or error or event.logprobs or event.prompt_logprobs or event.passes):
         return event.request_id, event.index, event.token_ids, event.text
     figures = None
     if done is not None:
@@ -147,6 +149,7 @@ def event_message(event: StreamEvent) -> Sequence[Any]:
         figures=figures,
         error=None if error is None else (error.code, error.message, error.fix),
         prompt_logprobs=[_logprob(one) for one in event.prompt_logprobs or () if one is not None],
+        passes=list(event.passes),
     )
 
 
@@ -162,6 +165,7 @@ def joined(first: AnswerEvent, second: AnswerEvent) -> AnswerEvent:
         text=first.text + second.text,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        passes=first.passes + second.passes,
     )
 
 

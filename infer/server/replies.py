@@ -22,6 +22,7 @@ from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, 
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
 from idlm.text.tokenizer import plain_text
 
+PASS_FIELDS = ("tokens", "accepted", "tested")
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
 
@@ -77,6 +78,7 @@ class Reply(ABC):
         options = body.stream_options or StreamOptions()
         self._has_usage, self._has_final_usage = options.continuous_usage_stats, options.include_usage
         self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
+        self._has_passes = body.has_passes
         made = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time())}
         self._head = {**made, "model": model_name, "system_fingerprint": f"idlm-{__version__}"}
         # All chunks begin alike; encoding that anew would take longer than what differs.
@@ -169,7 +171,8 @@ class Reply(ABC):
         return self._chunk_head + dump(choices) + end
 
     def _has_news(self, event: AnswerEvent) -> bool:
-        return bool(event.logprobs or event.figures or (self._has_token_ids and event.token_ids))
+        has_ids = self._has_token_ids and event.token_ids
+        return bool(event.logprobs or event.figures or event.passes or has_ids)
 
     def _rest(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         figures = event.figures
@@ -179,6 +182,8 @@ class Reply(ABC):
         }
         if figures is not None:
             rest["exactness"] = figures.exactness
+        if self._has_passes:
+            rest["passes"] = [dict(zip(PASS_FIELDS, each, strict=True)) for each in event.passes]
         return rest | ({"token_ids": event.token_ids} if self._has_token_ids else {})
 
     def _by_token_id(self, index: int) -> list[dict[str, Any] | None]:
@@ -234,7 +239,9 @@ class ChatReply(Reply):
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
         # What is more than text comes with the last part.
-        events = [event._replace(token_ids=[], logprobs=[], figures=None)] * (len(deltas) - 1) + [event]
+        events = [event._replace(token_ids=[], logprobs=[], figures=None, passes=[])] * (len(deltas) - 1) + [
+            event
+        ]
         return [
             {"index": index, "delta": delta, **self._rest(index, each)}
             for delta, each in zip(deltas, events, strict=False)

@@ -132,7 +132,7 @@ class Service:
                 split_special_tokens=self.config.split_special_tokens,
             )
             token_ids = await self._encode(encode, [messages], params.n, client)
-            return await self._generate(token_ids, params, turn)
+            return await self._generate(token_ids, params, turn, has_passes=body.has_passes)
 
     async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
         body.check()
@@ -142,13 +142,13 @@ class Service:
             if isinstance(prompts[0], str):
                 encode = functools.partial(encode_prompt, template="none")
                 prompts = await self._encode(encode, prompts, params.n, client)
-            return await self._generate(prompts, params, turn)
+            return await self._generate(prompts, params, turn, has_passes=body.has_passes)
 
     async def _generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder
+        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder, *, has_passes: bool
     ) -> Generation:
         """Queue prompts. An answer that can be shorter than `max_tokens` has a warning."""
-        generation = await self.client.generate(prompts, params, turn)
+        generation = await self.client.generate(prompts, params, turn, has_passes=has_passes)
         context = self.info.max_length
         limit = context - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > limit:

@@ -190,13 +190,14 @@ class PromptRows:
 class Members:
     """What does not change while passes have the same requests. `max_length`: of the longest one, prompt and
     answer together; `filters` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or needs
-    log-probabilities of its prompt."""
+    log-probabilities of its prompt. `takes_drafts`: not all take one token per pass."""
 
     lanes: list[int]
     max_length: int
     filters: bool
     num_top: int | None
     is_plain: bool
+    takes_drafts: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Members:
@@ -207,6 +208,7 @@ class Members:
             filters=any(request.params.has_filters for request in requests),
             num_top=max((number for number in wanted if number is not None), default=None),
             is_plain=all(one.grammar is None and one.params.prompt_logprobs is None for one in requests),
+            takes_drafts=not all(request.params.is_single for request in requests),
         )
 
 

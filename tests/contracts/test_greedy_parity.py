@@ -5,6 +5,7 @@ Runs on random checkpoints, whose drafts are nearly always rejected, and on one 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -84,6 +85,28 @@ def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, 
         assert_idle(engine)
     assert 0.2 < acceptance_of(completions) < 0.95, acceptance_of(completions)
     assert tokens_per_forward(completions) > 1.0
+
+
+@pytest.mark.sweep_but("tree-False", "tree-True")
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_a_request_may_take_one_token_per_pass(foreseeing: Path, strategy: str, adaptive: bool) -> None:
+    """Alone, and in the same passes as others; half of the sequences have fewer rows if it is adaptive."""
+    prompts = prompts_of(_lengths(4)[:8], vocab_size=CYCLE)
+    expected = answers(_ar(foreseeing, tuple(_lengths(4)[:8]), CYCLE, 24))
+    engine = build_engine(
+        foreseeing, "isd", stride=4, rejection_strategy=strategy, adaptive=adaptive, max_num_seqs=8
+    )
+    many = greedy(max_tokens=24)
+    single = dataclasses.replace(many, decoder_options={"stride": 1})
+    for params in ([single] * 8, [single, many] * 4):
+        completions = engine.generate(prompts, params)
+        assert answers(completions) == expected
+        for done, one in zip(completions, params, strict=True):
+            # Passes that only store a part of the prompt come on top.
+            assert (done.num_forwards >= len(done.token_ids)) or one is many
+            assert bool(done.tested_by_position) == (one is many)
+    assert_idle(engine)
 
 
 @pytest.mark.sweep_but("branch")

@@ -74,7 +74,8 @@ TRACES = re.compile(
 MEASURED = re.compile(r"commit [0-9a-f]{12}(?:\+|, [0-9a-f]{12})")
 """A caption that names a tree with changes, or several commits."""
 LEFT_OUT = ("benchmarks/results/", "recipes/assets/", "tests/repo/test_sizes_and_words.py")
-TEXTS = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".gitignore", "Makefile")
+PAGE = (".html", ".css", ".js")
+TEXTS = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".gitignore", "Makefile", *PAGE)
 
 
 def is_kernel(name: str) -> bool:
@@ -134,6 +135,9 @@ def test_file_and_function_sizes() -> None:
         too_long = [(function, lines) for function, lines in sizes(tree_of(name)) if lines > limit]
         if too_long:
             found.append(f"{name} has functions above {limit} lines: {too_long}")
+    page = {name: text_of(name).count("\n") for name in listed(*CODE) if name.endswith(PAGE)}
+    assert page
+    found += [f"{name} has {num} lines" for name, num in page.items() if num > MAX_FILE]
     assert not found, "\n".join(found)
 
 

@@ -118,10 +118,12 @@ class NamedTool(Body):
 
 
 class StreamOptions(Body):
-    """Where a stream reports usage: in a last chunk, or in every chunk."""
+    """Where a stream reports usage: in a last chunk, or in every chunk. `include_passes`: chunks have the
+    passes that emitted their tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_passes: bool | None = None
 
 
 class SamplingFields(ConstraintFields):
@@ -145,6 +147,10 @@ class SamplingFields(ConstraintFields):
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     priority: Integer | None = None
+
+    @property
+    def has_passes(self) -> bool:
+        return bool(self.stream and self.stream_options and self.stream_options.include_passes)
 
     def turn(self, client: str) -> QueueOrder:
         """Whose turn the request takes; `user` distinguishes users of one client."""

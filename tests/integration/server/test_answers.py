@@ -208,6 +208,32 @@ def test_a_stream_of_several_samples_counts_real_tokens(server: Running) -> None
     assert chunks[-1]["usage"]["num_forwards"] == sum(each.num_forwards for each in done)
 
 
+@pytest.mark.parametrize(("path", "stride"), [("/v1/chat/completions", 3), ("/v1/completions", 1)])
+def test_a_stream_says_what_each_pass_emitted(server: Running, path: str, stride: int) -> None:
+    """Also of a request that takes one token per pass, under a constraint, beside its other sample."""
+    body = {
+        "max_tokens": 24,
+        "seed": 3,
+        "n": 2,
+        "stream": True,
+        "structured_outputs": {"regex": "[0-9 ]{20}"},
+    }
+    body |= {"stream_options": {"include_usage": True, "include_passes": True}}
+    body |= {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    if stride == 1:
+        body["decoder_options"] = {"stride": 1}
+    with server.client.stream("POST", path, json=body) as response:
+        *chunks, last = events(response.iter_lines())
+    passes = [one for chunk in chunks for choice in chunk["choices"] for one in choice["passes"]]
+    usage, details = last["usage"], last["usage"]["completion_tokens_details"]
+    assert sum(one["tokens"] for one in passes) == usage["completion_tokens"]
+    assert sum(one["accepted"] for one in passes) == details["accepted_prediction_tokens"]
+    rejected = details["rejected_prediction_tokens"]
+    assert sum(one["tested"] - one["accepted"] for one in passes) == rejected
+    assert (max(one["tokens"] for one in passes) > 1) == (stride > 1)
+    assert (stride > 1) == (rejected > 0) and len(passes) <= usage["num_forwards"]
+
+
 def test_metrics_count_what_was_answered(server: Running) -> None:
     names = (
         "vllm:generation_tokens_total",

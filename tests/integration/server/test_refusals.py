@@ -5,6 +5,7 @@ names the field and the rule; no request gets a 5xx.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,15 @@ from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.guard import OPEN_PATHS
+from idlm.infer.server.guard import OPEN_PATHS, Guard
+from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.page import FILES
 from idlm.infer.server.protocol.body import NEUTRAL
 from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.server.run import check_address
+from idlm.infer.server.service import Service
 from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 
@@ -37,13 +42,14 @@ def server() -> Iterator[Running]:
         assert found.front.service.client.num_restarts == 0
 
 
-def test_every_route_but_health_and_ready_needs_the_key(server: Running) -> None:
+def test_every_route_but_health_ready_and_the_page_needs_the_key(server: Running) -> None:
     table = [
         (route.path, method) for route in routes(server.front.service).routes for method in route.methods
     ]  # type: ignore[attr-defined]
     assert {(CHAT, "POST"), ("/metrics", "GET"), ("/openapi.json", "GET"), ("/server_info", "GET")} <= set(
         table
     )
+    public = OPEN_PATHS | {*FILES}
     with httpx.Client(base_url=server.url, trust_env=False) as keyless:
         for path, method in [
             *table,
@@ -54,8 +60,8 @@ def test_every_route_but_health_and_ready_needs_the_key(server: Running) -> None
         ]:
             for key in (None, "Bearer", f"Bearer {KEY}x", KEY, "Bearer \xff"):
                 headers = {} if key is None else {"authorization": key.encode("latin-1")}
-                response = keyless.request(method, path, headers=headers)
-                assert (response.status_code == 401) == (path not in OPEN_PATHS), (path, method, key)
+                response = keyless.request(method, server.url + path, headers=headers)
+                assert (response.status_code == 401) == (path not in public), (path, method, key)
             allowed = server.client.request(method, path)
             assert allowed.status_code != 401 and allowed.status_code < 500, (path, method)
     assert KEY not in server.client.get("/server_info").text
@@ -150,10 +156,33 @@ def test_an_answer_with_less_room_than_max_tokens_says_so(server: Running) -> No
 
 
 def test_the_root_says_where_to_go_on(server: Running) -> None:
-    for path in ("/", "/docs"):
-        about = server.client.get(path).json()
-        assert (about["status"], about["schema"]) == ("ready", "/openapi.json")
-        assert {CHAT, COMPLETIONS, "/metrics"} <= {*about["routes"]}
+    about = server.client.get("/docs").json()
+    assert (about["status"], about["schema"]) == ("ready", "/openapi.json")
+    assert {CHAT, COMPLETIONS, "/metrics"} <= {*about["routes"]}
+
+
+def test_the_page_runs_no_script_but_its_own(server: Running) -> None:
+    for path in FILES:
+        response = server.client.get(path)
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["content-type"].startswith("text/") and response.content
+    html = server.client.get("/").text
+    assert not re.search(r"<script(?! type=\"module\" src=)|<style| style=| on\w+=", html)
+    used = re.findall(r'(?:src|href)="(page/[^"]+)"', html)
+    modules = [server.client.get(path).text for path in FILES if path.endswith(".js")]
+    used += [f"page/{name}" for text in modules for name in re.findall(r'from "\./([^"]+)"', text)]
+    assert {f"/{name}" for name in used} | {"/"} == {*FILES}
+
+
+def test_without_the_page_the_root_says_where_to_go_on() -> None:
+    """Its routes, of a server whose engine does not run."""
+    service = Service(ServeConfig(page=False), None, Metrics("x"), "x")  # type: ignore[arg-type]
+    paths = [route.path for route in routes(service).routes]  # type: ignore[attr-defined]
+    assert "/" in paths and not {*FILES} & {*paths} - {"/"}
+    guard = Guard(routes(service), ServeConfig(page=False), api_key=KEY, observe=lambda _: None)
+    assert guard.public == OPEN_PATHS
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:

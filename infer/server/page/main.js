@@ -1,0 +1,99 @@
+// The page's frame: tabs, colours, the key, and what the server describes of its model.
+
+import { ApiError, getJson, setKey } from "./api.js";
+import { firstPrompt, startChat, stop } from "./chat.js";
+import { byId } from "./dom.js";
+import { showLoad } from "./load.js";
+import { offerPrompt, setPresets, startRace, stopRace } from "./race.js";
+import { startSettings } from "./settings.js";
+
+const TABS = ["chat", "race", "load"];
+const THEMES = { "": "as the system", light: "light", dark: "dark" };
+const RETRY = 2000;
+
+function select(name) {
+  for (const each of TABS) {
+    const isShown = each === name;
+    byId(each).hidden = !isShown;
+    byId(`tab-${each}`).setAttribute("aria-selected", `${isShown}`);
+    // One stop of the Tab key for all tabs; arrows move between them.
+    byId(`tab-${each}`).tabIndex = isShown ? 0 : -1;
+  }
+  byId("settings").hidden = name === "load";
+  if (name === "race") offerPrompt(firstPrompt());
+  showLoad(name === "load");
+}
+
+function startTabs() {
+  TABS.forEach((name, index) => {
+    const tab = byId(`tab-${name}`);
+    tab.addEventListener("click", () => select(name));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = TABS[(index + step + TABS.length) % TABS.length];
+      select(next);
+      byId(`tab-${next}`).focus();
+    });
+  });
+}
+
+function startTheme() {
+  const names = Object.keys(THEMES);
+  byId("theme").addEventListener("click", () => {
+    const root = document.documentElement;
+    const next = names[(names.indexOf(root.dataset.theme ?? "") + 1) % names.length];
+    if (next) root.dataset.theme = next;
+    else delete root.dataset.theme;
+    byId("theme").setAttribute("aria-label", `Colours: ${THEMES[next]}`);
+    byId("theme").title = `Colours: ${THEMES[next]}`;
+  });
+}
+
+function startKey() {
+  const dialog = byId("key-dialog");
+  byId("key-button").addEventListener("click", () => askForKey(""));
+  byId("key-cancel").addEventListener("click", () => dialog.close());
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    setKey(byId("key").value);
+    byId("key").value = "";
+    dialog.close();
+    connect();
+  });
+}
+
+function askForKey(message) {
+  byId("key-error").textContent = message;
+  byId("key-error").hidden = !message;
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+}
+
+async function connect() {
+  try {
+    const { engine, served_model_name: name, status } = await getJson("server_info");
+    if (engine === null) throw new ApiError(503, `${name}: ${status} …`);
+    const stride = engine.stride > 1 ? `, up to ${engine.stride} tokens per pass` : "";
+    byId("model").textContent = `${name}: decoder ${engine.decoder}${stride}, ${engine.exactness}`;
+    setPresets(engine);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    byId("model").textContent = error.message;
+    if (error.status === 401) askForKey("The server needs a key, or another one.");
+    // It is not there yet, or loads its model.
+    else if (error.status === 0 || error.status === 503) setTimeout(connect, RETRY);
+  }
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || byId("key-dialog").open) return;
+  stop();
+  stopRace();
+});
+startTabs();
+startTheme();
+startKey();
+startSettings();
+startChat();
+startRace();
+connect();
