@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ from idlm.train.distributed.deepspeed import (
     uses_deepspeed,
     zero_stage,
 )
-from idlm.train.loop.progress import Progress, open_tracker
+from idlm.train.loop.progress import Progress
+from idlm.train.loop.trackers import open_trackers
 from idlm.train.loop.trainer import IdlmTrainer, PrepareSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
@@ -315,8 +316,8 @@ def train(
     trainer.add_callback(stop)
     if writer.is_async:
         trainer.add_callback(PrepareSaves(trainer))
-    if rank() == 0 and config.wandb.mode != "disabled":
-        progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
+    trackers = open_trackers(config, progress.metrics_path.parent) if rank() == 0 else []
+    progress.mirrors = [tracker.log for tracker in trackers]
     try:
         with stop.listening(), writer.lingering():
             trainer.train() if checkpoint is None else trainer.resume(checkpoint)
@@ -327,8 +328,8 @@ def train(
         raise
     finally:
         progress.close()
-        if progress.tracker is not None:
-            progress.tracker.close(failed=failed)
+        for tracker in trackers:
+            tracker.close(failed=failed)
     outcome = RunOutcome(
         signal=stop.received,
         last_step=trainer.state.global_step,

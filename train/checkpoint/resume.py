@@ -39,7 +39,7 @@ FINISHED_FILE = "finished.json"
 REPORT_FILE = "report.md"
 CONFIG_FILE = "config.yaml"
 SHAPE_FILE = "shape.json"
-FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
+FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "tensorboard", "plan")
 # `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
 FREE_LOOP_KEYS = (
     *("log_every", "save_every", "save_total_limit", "save", "max_minutes", "threads", "workers", "device"),

@@ -236,6 +236,13 @@ class WandbConfig:
 
 
 @dataclass(kw_only=True)
+class TensorboardConfig:
+    """Metrics mirrored to files of TensorBoard."""
+
+    enabled: bool = option("write them into the run's folder (extra tensorboard)", False)
+
+
+@dataclass(kw_only=True)
 class ReportConfig:
     """The report next to the checkpoint."""
 
@@ -265,6 +272,7 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property

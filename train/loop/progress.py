@@ -1,8 +1,7 @@
 """Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
 
 Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
-teacher-forced expectation of the step shown. Weights & Biases gets the same metrics on request; a service
-that fails never ends the run."""
+teacher-forced expectation of the step shown. Trackers get the same metrics on request."""
 
 from __future__ import annotations
 
@@ -10,20 +9,18 @@ import contextlib
 import json
 import logging
 import math
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from idlm.errors import UserError
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.train.config.schema import DECODED, WandbConfig
+from idlm.train.config.schema import DECODED
 from idlm.train.distributed.collectives import all_reduce, highest
 from idlm.train.planning.flops import TokenCounts, peak_flops, span, train_flops, work_of
 from idlm.train.step import StepLosses
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-ID_FILE = "wandb-run-id.txt"
-NOT_CURVES = ("first_item", "last_item", "step")
 HIGH_CLEAN_WEIGHT = 100.0
 """A balanced clean weight above this means that the clean loss is next to nothing."""
 EVALUATION = "held_out"
@@ -154,97 +149,14 @@ def describe(record: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
-    """The tracker of a run, on rank 0; a resumed run continues the same run of the service, whose id lies in
-    `folder`, and sends nothing twice. UserError IDLM-0551 where wandb is missing or refuses to start."""
-    stored = folder / ID_FILE
-    run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
-    replace_text(stored, run_id + "\n")
-    sent = {_index(record) for record in read_metrics(folder / "metrics.jsonl")}
-    try:
-        import wandb
-
-        run = wandb.init(
-            project=config.project,
-            name=config.name,
-            id=run_id,
-            resume="allow",
-            mode=cast(Literal["offline", "online"], config.mode),
-            dir=str(folder),
-            config=values,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except ImportError as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
-            fix="pip install wandb, or wandb.mode=disabled",
-        ) from error
-    # The exceptions for a missing key, a refused one and no network have no common base class.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.mode}: Weights & Biases does not start: {error}",
-            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
-        ) from error
-    return WandbTracker(run, sent)
-
-
-class WandbTracker:
-    """One run of Weights & Biases; sends nothing more after the first failure."""
-
-    def __init__(self, run: Any, sent: set[tuple[int, bool]]) -> None:
-        self._run: Any = run
-        self._sent = sent
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`. A
-        resumed run repeats steps, whose records are the same."""
-        if _index(record) not in self._sent:
-            self._send(lambda run: run.log(curves(record), step=record["step"]))
-
-    def close(self, *, failed: bool) -> None:
-        self._send(lambda run: run.finish(exit_code=int(failed)))
-        self._run = None
-
-    def _send(self, call: Callable[[Any], Any]) -> None:
-        if self._run is None:
-            return
-        try:
-            call(self._run)
-        # Training continues, whatever the service or its client raises.
-        except Exception as error:
-            what = "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)"
-            log.warning(what, error)
-            self._run = None
-
-
-def _index(record: dict[str, Any]) -> tuple[int, bool]:
-    return record["step"], EVALUATION in record
-
-
-def curves(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics record under flat names."""
-    prefix = "held_out/" if EVALUATION in record else ""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if name in NOT_CURVES or isinstance(value, bool):
-            continue
-        if isinstance(value, int | float):
-            flat[prefix + name] = value
-        elif isinstance(value, list):
-            flat |= {f"{prefix}{name}/{index}": one for index, one in enumerate(value, start=1)}
-    return flat
-
-
 class Progress(TrainerCallback):
     """Reports the steps that are logged; `attach` gives it the trainer. Between reports nothing here waits
-    for the device. `tracker` gets every record too. The first report of a resumed run covers the steps since
+    for the device. `mirrors` get every record too. The first report of a resumed run covers the steps since
     its checkpoint."""
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
         self.metrics_path, self.console = metrics_path, console
-        self.tracker: WandbTracker | None = None
+        self.mirrors: Sequence[Callable[[dict[str, Any]], None]] = ()
         self.trainer: IdlmTrainer | None = None
         self._bar: FigureBar | None = None
         self._task: Any = None
@@ -337,8 +249,8 @@ class Progress(TrainerCallback):
     def _append(self, record: dict[str, Any]) -> None:
         with translate_disk_errors(self.metrics_path), self.metrics_path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        if self.tracker is not None:
-            self.tracker.log(record)
+        for mirror in self.mirrors:
+            mirror(record)
 
 
 def _new_bar(console: Any) -> FigureBar:

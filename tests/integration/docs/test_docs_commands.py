@@ -59,7 +59,7 @@ PROGRAM = re.compile(r"(?:\.venv/bin/)?([\w.-]+)")
 
 GENERATE_OPTION = re.compile(r"`((?:decoder|sampling|accelerators)\.[a-z_.]*[a-z_])")
 TRAIN_OPTION = re.compile(
-    r"`((?:model|adapter|data|train|export|report|eval|wandb|plan)\.[a-z_.]*[a-z_])[=` ]"
+    r"`((?:model|adapter|data|train|export|report|eval|wandb|tensorboard|plan)\.[a-z_.]*[a-z_])[=` ]"
 )
 NAME = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
 

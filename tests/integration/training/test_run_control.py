@@ -7,15 +7,17 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from idlm.train import cli
+from idlm.train.config.schema import TensorboardConfig, TrainConfig
 from idlm.train.data.packing import held_out_flags
 from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
+from idlm.train.loop.trackers import open_trackers
 from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import failing_after
 from tests.integration.training.test_train_tiny import arguments
@@ -58,6 +60,30 @@ class Service:
         self.exit_code = exit_code
 
 
+class Board:
+    """Stands in for TensorBoard's SummaryWriter."""
+
+    folders: ClassVar[dict[str, list[tuple[str, float, int]]]] = {}
+
+    def __init__(self, folder: str) -> None:
+        Path(folder).mkdir(exist_ok=True)
+        self.written = self.folders.setdefault(folder, [])
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.written.append(("closed", 0.0, 0))
+
+
+def boards() -> types.ModuleType:
+    module = types.ModuleType("torch.utils.tensorboard")
+    vars(module).update(SummaryWriter=Board)
+    return module
+
+
 def nothing(directory: Path, num_samples: int) -> SampleReport:
     return SampleReport()
 
@@ -67,7 +93,8 @@ def watched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     output, service = tmp_path_factory.mktemp("watched") / "out", Service()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", service.module())
-        changes = WATCHED | {"wandb.mode": "offline", "wandb.name": "a run"}
+        patch.setitem(sys.modules, "torch.utils.tensorboard", boards())
+        changes = WATCHED | {"wandb.mode": "offline", "wandb.name": "a run", "tensorboard.enabled": "true"}
         assert cli.main(arguments(base, output, **changes), sampler=nothing) == 0
     return output, service
 
@@ -127,6 +154,28 @@ def test_a_service_that_fails_costs_its_curves_only(
     assert len(records_of(tmp_path / "out")) == 4
 
 
+def test_tensorboard_gets_the_curves_of_every_record(watched: tuple[Path, Service]) -> None:
+    written = Board.folders[str(watched[0] / "run" / "tensorboard")]
+    sent = [(name, value, step) for step, values in watched[1].logged for name, value in values.items()]
+    assert written == [*sent, ("closed", 0.0, 0)] and len(sent) > 50
+
+
+def test_a_tracker_that_is_new_gets_the_records_before_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", boards())
+    records = [{"step": step, "mask_loss": 1.0 / step, "acceptance": [0.5, 0.25]} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records[:2]))
+    config = TrainConfig(tensorboard=TensorboardConfig(enabled=True))
+    for _ in range(2):
+        [tracker] = open_trackers(config, tmp_path)
+        for record in records[1:]:
+            tracker.log(record)
+    written = Board.folders[str(tmp_path / "tensorboard")]
+    assert [step for name, _, step in written if name == "mask_loss"] == [1, 2, 3, 3]
+    assert [value for name, value, _ in written if name == "acceptance/2"] == [0.25] * 4
+
+
 @pytest.mark.sweep
 def test_a_resumed_run_goes_on_in_the_same_run_of_the_service(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +216,10 @@ def test_tracking_that_cannot_start_is_refused_before_training(
     assert cli.main(arguments(base, tmp_path / "out", **{"wandb.mode": "offline"})) == 2
     shown = capsys.readouterr().err
     assert "IDLM-0551" in shown and "pip install wandb" in shown
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert cli.main(arguments(base, tmp_path / "out", **{"tensorboard.enabled": "true"})) == 2
+    shown = capsys.readouterr().err
+    assert "IDLM-0554" in shown and "[tensorboard]" in shown
 
 
 def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> None:
