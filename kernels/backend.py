@@ -95,7 +95,9 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
-    fuse both into one operation with one rounding. The interpreter does not have the option."""
+    fuse both into one operation with one rounding. With it a sum of products over the lanes of a warp has
+    other bits in each lane, since each rounds all products but its own. The interpreter does not have the
+    option."""
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 

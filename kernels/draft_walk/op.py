@@ -121,6 +121,8 @@ def walk(
         K=num_candidates,
         WIDTH=triton.next_power_of_2(width),
         num_warps=4,
+        # Scores are compared with their own copies in other lanes.
+        **backend.rounds_as_written(),
     )
     kernel.put_candidates_kernel[(num_sequences * num_drafts,)](
         *(candidates, store, settings[0], rows_BJ, lanes_B, scores_MK),

@@ -42,6 +42,7 @@ def test_an_arm_follows_its_trace(name: str) -> None:
         assert found.requested.retained / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.1)
 
 
+@pytest.mark.alone
 def test_parts_leave_their_rows(tmp_path: Path) -> None:
     small = ["model=tiny", f"block={SIZE}", "context=64", "batch=4", "rounds=1", "passes=16"]
     parts = "parts=gate,throughput,mage"

@@ -138,6 +138,7 @@ def test_eight_bits_keep_the_task(converted: Path) -> None:
     assert result.exactness == "lossy"
 
 
+@pytest.mark.alone
 def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16))
     trunk = load_model(converted, device="cuda").trunk

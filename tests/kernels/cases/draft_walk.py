@@ -38,7 +38,7 @@ class Case:
         self.num_drafts, self.num_tokens = num_drafts, num_tokens
         self.logits_XV = (3 * normal(num_rows, num_tokens)).to(dtype)
         # Equal logits, whose order is that of their ids.
-        self.logits_XV[:, 1::2] = self.logits_XV[:, : num_tokens // 2]
+        self.logits_XV[:, 1::2] = self.logits_XV[:, : num_tokens // 2].clone()
         order = torch.randperm(num_rows, generator=generator)[: num_sequences * num_drafts]
         rows_M = order.where(torch.arange(len(order)) % 3 != 2, -1)
         self.rows_BJ = rows_M.view(num_sequences, num_drafts).to(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -46,9 +48,14 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
 
         floats = empty(num_lanes, dtype=torch.float64)
         store = draft_probs(num_lanes, num_drafts, num_tokens, dtype=torch.bfloat16, device=meta)
-        for filters in (False, True):
+        for filters, width, dtype in (
+            (False, 256, torch.bfloat16),
+            (True, 256, torch.bfloat16),
+            (True, 24, torch.float32),
+        ):
+            table = empty(num_tokens, width, dtype=dtype)
             walk(
-                Walk(empty(num_tokens, 256), empty(num_tokens, 256), empty(28, 256), ints(4)),
+                Walk(table, table, empty(28, width, dtype=dtype), ints(4)),
                 top_candidates(empty(200, num_tokens), ints(28), 16),
                 store,
                 (floats, ints(num_lanes), floats, floats),
@@ -63,3 +70,9 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
     names = {"tile_candidates_kernel", "merge_candidates_kernel", "walk_kernel", "put_candidates_kernel"}
     assert {name for name, _ in found} == names
     assert all(compiled.spilled_bytes == 0 for _, compiled in found)
+    for _, compiled in found:
+        shuffled = set(re.findall(r"shfl\.sync\.\S+\s+(%\w+)", compiled.ptx))
+        added = {
+            word for line in re.findall(r"\bfma\.\S+\s+(.*);", compiled.ptx) for word in line.split(", ")
+        }
+        assert not shuffled & added, "the lanes of a warp would have other bits of the same sum"
