@@ -310,7 +310,7 @@ def _mixture_problems(data: DataConfig) -> Iterator[str]:
     for index, (one, made) in enumerate(zip(data.sources, data.parts(), strict=True)):
         key = f"data.sources[{index}]"
         if not (one.path or "").strip():
-            yield f"{key}.path is missing"
+            yield f"{key}.path is empty"
         if not one.weight > 0:
             yield f"{key}.weight={one.weight} must be above 0"
         if made.source not in FILE_SOURCES:

@@ -128,7 +128,7 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
     fix = "name a file, a folder or a pattern in data.path"
     if path is None or not path.strip():
         # pathlib takes an empty path for the current folder.
-        raise UserError("IDLM-0209", "the data path is empty", fix=fix)
+        raise UserError("IDLM-0209", "path is empty", fix=fix)
     given = Path(path)
     with reading(given):
         if given.is_file():

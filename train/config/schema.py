@@ -319,7 +319,7 @@ def missing_keys(config: TrainConfig) -> list[str]:
     elif model.path is None and model.tokenizer is None:
         problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
     if source in FILE_SOURCES and config.data.path is None and not config.data.sources:
-        problems.append(f"data.path is missing: the {source} source needs one")
+        problems.append(f"data.path is empty: the {source} source needs a path")
     return problems
 
 

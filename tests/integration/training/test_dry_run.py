@@ -72,6 +72,9 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         ("export.dtype", "float8"),
         ("train.deepspeed", "/nope.json"),
         ("data.path", "mine.jsonl"),
+        ("data", "{source: jsonl, path: ''}"),
+        ("data", "{source: hf}"),
+        ("data", "{source: hf, sources: [{weight: 1}]}"),
     ],
 )
 def test_a_dry_run_lists_what_it_cannot_plan_with(

@@ -81,7 +81,7 @@ def test_help_typos_and_missing_keys_do_not_import_torch() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for words in ("model.path is missing", "data.path is missing", "IDLM-0438", "IDLM-0430", "'tiny'"):
+    for words in ("model.path is missing", "data.path is empty", "IDLM-0438", "IDLM-0430", "'tiny'"):
         assert words in done.stderr
 
 

@@ -136,7 +136,7 @@ def _data_files(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[s
 
 @SOURCES.register("hf")
 def hf_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    if not config.path:
-        raise UserError("IDLM-0209", "the data path is empty", fix="set data.path to a folder or a hub name")
+    if not (config.path or "").strip():
+        raise UserError("IDLM-0209", "path is empty", fix="set data.path to a folder or a hub name")
     reader = DatasetReader(config, cache_folder(config))
     return cached_source(reader, config, encoder)

@@ -107,7 +107,7 @@ def test_equal_content_is_refused(tmp_path: Path, tokenizer) -> None:
         ("[{path: A}, {path: FOLDER}]", "both hold"),
         ("[{path: A, weight: 0}]", "weight=0.0 must be above 0"),
         ("[{path: A, weight: nan}]", "finite"),
-        ("[{weight: 2}]", r"data.sources\[0\].path is missing"),
+        ("[{weight: 2}]", r"data.sources\[0\].path is empty"),
         ("[{path: A, source: task}]", "source='task' is not one of"),
         ("[{path: gone.jsonl}]", r"data.sources\[0\].path: gone.jsonl does not exist"),
         ("[{path: A}] data.path=A", "exclude each other"),
