@@ -79,6 +79,27 @@ def left_out(
     return [piece for piece, is_lost in zip(pieces, lost, strict=True) if is_lost]
 
 
+def kinds_left_out(
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    *,
+    redraw: Callable[[Sequence[Message], Sequence[Message]], str],
+    known: dict[int, list[str]],
+) -> list[str]:
+    """Return the kinds of texts that the template leaves out whatever they say, but for thoughts, of which
+    most templates write the last one alone. `known` stores them by the hash of roles and fields."""
+    pieces = _pieces(messages, tools)
+    form = hash(tuple((piece.turn, piece.role, piece.field, piece.is_thought) for piece in pieces))
+    kinds = known.get(form)
+    if kinds is None:
+        lost = _vanishing(messages, tools, pieces, lambda *changed: (redraw(*changed), {}))
+        kinds = sorted({pieces[number].kind for number in lost if not pieces[number].is_thought})
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[form] = kinds
+    return kinds
+
+
 def _vanishing(
     messages: Sequence[Message], tools: Sequence[Message], pieces: Sequence[TurnText], redraw: Redraw
 ) -> frozenset[int]:

@@ -28,8 +28,9 @@ from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoni
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcesses
+from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
-from idlm.text.templates import all_template_text
+from idlm.text.templates import all_template_text, render
 from idlm.text.thoughts import is_opened
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
@@ -54,6 +55,7 @@ class Service:
         self.token_texts, self.num_keys = TokenTexts(None), 0
         self.start_time, self.is_draining, self._has_tokenizer = int(time.time()), False, False
         self._encoding, self._slow = Counter[str](), dict[str, float]()
+        self._known_losses = dict[int, list[str]]()
         # Of one client, one short text and one long text at a time are encoded.
         self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
         self._templates: TemplateProcesses | None = None
@@ -125,14 +127,30 @@ class Service:
             messages, tools = body.plain_messages(), [tool.plain() for tool in body.callable_tools]
             self._check_tools(bool(tools))
             encode = functools.partial(
-                encode_messages,
+                self._encode_chat,
                 enable_thinking=thinking,
                 tools=tools,
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
-                split_special_tokens=self.config.split_special_tokens,
             )
-            token_ids = await self._encode(encode, [messages], params.n, client)
-            return await self._generate(token_ids, params, turn, has_passes=body.has_passes)
+            [(token_ids, notes)] = await self._encode(encode, [messages], params.n, client)
+            generation = await self._generate([token_ids], params, turn, has_passes=body.has_passes)
+            generation.notes = [*generation.notes, *notes]
+            return generation
+
+    def _encode_chat(
+        self, tokenizer: Any, messages: Any, *, max_tokens: int, tools: Any, **options: Any
+    ) -> tuple[list[int], list[str]]:
+        """The ids of a conversation, and what its template silently leaves out."""
+        split = self.config.split_special_tokens
+        token_ids = encode_messages(
+            tokenizer, messages, max_tokens=max_tokens, tools=tools, split_special_tokens=split, **options
+        )
+
+        def redraw(messages: Any, tools: Any) -> str:
+            return render(tokenizer, messages, open_turn=True, tools=tools, **options)
+
+        kinds = kinds_left_out(messages, tools, redraw=redraw, known=self._known_losses)
+        return token_ids, [f"the chat template leaves out {kind}" for kind in kinds]
 
     async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
         body.check()
@@ -219,14 +237,14 @@ class Service:
         return params
 
     async def _encode(
-        self, encode: functools.partial[list[int]], prompts: Sequence[Any], num_samples: int, client: str
-    ) -> list[list[int]]:
-        """Token ids of prompts, which are counted meanwhile."""
+        self, encode: functools.partial[Any], prompts: Sequence[Any], num_samples: int, client: str
+    ) -> list[Any]:
+        """The results of `encode` for each prompt, which are counted meanwhile."""
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
             )
-        loop, num_encoded, token_ids = asyncio.get_running_loop(), num_samples * len(prompts), []
+        loop, num_encoded, encoded = asyncio.get_running_loop(), num_samples * len(prompts), []
         self._encoding[client] += num_encoded
         try:
             for prompt in prompts:
@@ -235,8 +253,8 @@ class Service:
                 async with self._locks.setdefault((client, is_long), asyncio.Lock()):
                     group = is_long or time.monotonic() < self._slow.get(client, 0.0)
                     call = functools.partial(encode, self._tokenizers[group], max_tokens=self.info.max_length)
-                    token_ids.append(await loop.run_in_executor(self._encoders[group], call, prompt))
-            return token_ids
+                    encoded.append(await loop.run_in_executor(self._encoders[group], call, prompt))
+            return encoded
         except UserError as error:
             if isinstance(error.__cause__, TimeoutError):
                 # Further conversations of this client wait for each other, and others do not wait for them.

@@ -72,7 +72,10 @@ def message_of(response: Any) -> dict[str, Any]:
 def test_what_clients_send_is_answered(server: Running, name: str) -> None:
     response = server.client.post("/v1/chat/completions", json=BODIES[name])
     assert response.status_code == 200, response.text
-    assert "warning" not in response.headers
+    # The model's template does not write calls.
+    lost = [message for message in BODIES[name]["messages"] if message.get("tool_calls")]
+    warned = ["299 idlm \"the chat template leaves out tool_calls of assistant turns\""] if lost else []
+    assert response.headers.get_list("warning") == warned
     message = message_of(response)
     calls, content = message.get("tool_calls") or [], message["content"]
     assert len(calls) == ("calls" in name if not name.endswith("calls_or_answer") else not content)
