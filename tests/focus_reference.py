@@ -178,18 +178,6 @@ def note(
     state.is_new = False
 
 
-def assign_rows(demand: list[int], scheduled: list[int], num_waits: list[int], capacity: int) -> list[bool]:
-    """Which sequences wait. Each asked for rows, the first `scheduled` of which have room in any case; for
-    the others they come in the order of waiting, then those with few, until one finds too little.
-    """
-    used, waits = sum(map(min, scheduled, demand)), [False] * len(demand)
-    for b in sorted(range(len(demand)), key=lambda b: (-num_waits[b], demand[b] - scheduled[b])):
-        more = max(0, demand[b] - scheduled[b])
-        used += more
-        waits[b] = more > 0 and used > capacity
-    return waits
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """One denoising pass. `keys`: by layer and place of the block what the cache holds behind it."""

@@ -1,4 +1,4 @@
-"""Index sets, bounds and sparse attention of random blocks against the papers' equations, in fp64.
+"""Sets and bytes of accelerators on random blocks, in fp64.
 
 Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
 never stored are NaN. B sequences, R rows, W positions of a block, K KV heads, H head dim.
@@ -24,7 +24,6 @@ from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, plan_attention
 from idlm.kernels.row_compaction import find_index
 from idlm.semantics import Semantics
-from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
 SIZE, PAGE_SIZE, NUM_PAGES = 4, 8, 10
@@ -146,12 +145,6 @@ class World:
             needs_all_rows_B=torch.zeros(NUM_SEQUENCES, dtype=torch.bool),
         )
 
-    def keys(self, b: int, layer: int, num: int) -> Tensor:
-        return self.cache.keys[layer, self.physical(b, range(num))]
-
-    def values(self, b: int, layer: int, num: int) -> Tensor:
-        return self.cache.values[layer, self.physical(b, range(num))]
-
 
 def make_plan(world: World, plan: StepPlan, listed_B: Tensor | None, num_listed: int) -> Any:
     of_lists: dict[str, Any] = {}
@@ -173,65 +166,6 @@ def make_plan(world: World, plan: StepPlan, listed_B: Tensor | None, num_listed:
     )
 
 
-def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: list[Any]) -> int:
-    """One pass, compared row by row and layer by layer; returns how many blocks saw lists."""
-    plan, active = view.plan, view.active
-    made = accelerator.begin(view)
-    assert made is not None
-    kv = SparseKV(plan, view, plan.slots_R, kv=made, rows=None, make_plan=functools.partial(make_plan, world))
-    sparse = set()
-    for b in view.is_working_B.nonzero()[:, 0].tolist():
-        rules[b].begin(
-            int(active.starts_B[b]) // SIZE, int(active.num_passes_B[b]), int(active.num_steps_B[b])
-        )
-    for layer in range(NUM_LAYERS):
-        q_RNH = world.normal(len(plan.slots_R), NUM_HEADS, HEAD_DIM)
-        assert kv.select_rows(layer, q_RNH) is None
-        o_RNH = kv.attend(layer, q_RNH)
-        expected = []
-        for b in range(NUM_SEQUENCES):
-            rows = slice(int(plan.cu_rows_B1[b]), int(plan.cu_rows_B1[b + 1]))
-            start = int(active.starts_B[b])
-            is_mine_R = plan.slots_R[rows] >= start
-            lists = None
-            if bool(is_mine_R.any()):
-                lists = rules[b].lists(layer, q_RNH[rows][is_mine_R], world.keys(b, layer, start))
-            if lists is not None:
-                sparse.add(b)
-            expected.append(attention(world, b, layer, plan.limits_R[rows], q_RNH[rows], start, lists))
-        torch.testing.assert_close(o_RNH, torch.cat(expected), atol=1e-10, rtol=1e-10)
-    kv.finish()
-    for b in range(NUM_SEQUENCES):
-        world.stored[b] = max(world.stored[b], int(active.starts_B[b]))
-    return len(sparse)
-
-
-def attention(
-    world: World,
-    b: int,
-    layer: int,
-    limits_R: Tensor,
-    q_RNH: Tensor,
-    start: int,
-    lists: list[list[int]] | None,
-) -> Tensor:
-    """Output [R, N, H] of a sequence's rows: softmax over what each head of each row sees."""
-    if not len(q_RNH):
-        return q_RNH
-    num = int(limits_R.max())
-    sees_RNS = (torch.arange(num) < limits_R[:, None])[:, None].repeat(1, NUM_HEADS, 1)
-    group = NUM_HEADS // NUM_KV_HEADS
-    for head, slots in enumerate(lists or ()):
-        is_listed_S = torch.arange(num) >= start
-        is_listed_S[slots] = True
-        sees_RNS[limits_R > start, head * group : (head + 1) * group] &= is_listed_S
-    keys, values = (
-        x.repeat_interleave(group, 1) for x in (world.keys(b, layer, num), world.values(b, layer, num))
-    )
-    scores_RNS = torch.einsum("rnh,snh->rns", q_RNH, keys) * SCALE
-    return torch.einsum("rns,snh->rnh", scores_RNS.masked_fill(~sees_RNS, -math.inf).softmax(-1), values)
-
-
 def accelerator_of(name: str, **options: Any) -> KVAccelerator:
     kind = ACCELERATORS.get(name)
     made = kind(kind.Config(**options), SPEC)
@@ -240,47 +174,6 @@ def accelerator_of(name: str, **options: Any) -> KVAccelerator:
     made.allocate()
     made.allocate_pages(NUM_SEQUENCES * NUM_PAGES)
     return made
-
-
-CASES: list[tuple[int, str, dict[str, Any], Any]] = [
-    (2, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
-    (1, "mage", {"k": 200}, lambda: SlowMage(k=200)),
-    (2, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
-    (2, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
-    (1, "quest", {"k": 9, "page": 4, "exact_layers": 1}, lambda: SlowQuest(k=9, page=4, exact_layers=1)),
-    (1, "quest", {"k": 12, "page": 6}, lambda: SlowQuest(k=12, page=6)),
-]
-"""Worlds of twice 25 blocks."""
-
-
-@pytest.mark.sweep_but(options={"k": 200})
-@pytest.mark.parametrize(
-    ("num_worlds", "name", "options", "make_rule"),
-    CASES,
-    ids=lambda value: "" if callable(value) else str(value),
-)
-def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
-    num_sparse = 0
-    for seed in range(num_worlds):
-        world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
-        accelerator = accelerator_of(name, **options)
-        accelerator.reset(world.lanes_B.tolist())
-        starts = [SIZE * start for start in world.ints(0, 16)]
-        # Some of the prompts was stored by a pass of its own.
-        stored = [min(start, SIZE * part) for start, part in zip(starts, world.ints(0, 10), strict=True)]
-        run_pass(world, accelerator, world.view(stored, [0] * NUM_SEQUENCES, [[]] * NUM_SEQUENCES), rules)
-        for number in range(2):
-            for step in range(3 if name == "sparsed" else 2):
-                fed = [world.indices() if step else list(range(SIZE)) for _ in starts]
-                if step == 0 and number == 1:
-                    # Some store their clean block without beginning the next one, which they then do.
-                    late = [indices if b % 3 == 0 else [] for b, indices in enumerate(fed)]
-                    fed = [indices if b % 3 else [] for b, indices in enumerate(fed)]
-                    run_pass(world, accelerator, world.view(starts, [0] * NUM_SEQUENCES, late), rules)
-                view = world.view(starts, [step] * NUM_SEQUENCES, fed)
-                num_sparse += run_pass(world, accelerator, view, rules)
-            starts = [start + SIZE for start in starts]
-    assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
 
 
 @pytest.mark.parametrize("name", ["mage", "sparsed"])

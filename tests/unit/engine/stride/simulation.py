@@ -23,8 +23,6 @@ from idlm.semantics import Semantics
 CONTEXT, GPU = 1024, "NVIDIA H200"
 SLOT_SECONDS = 3.43e-8
 """Reading the keys and values of one token: 147,456 bytes at 4.3 TB/s."""
-CAPTURE_SECONDS = 0.11
-"""A CUDA graph: a recorded warm-up captures 110 in 12.2 s."""
 MAX_TIMED_ROWS = 523
 Arm = tuple[int, str]
 
