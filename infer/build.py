@@ -334,15 +334,10 @@ def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
         )
 
 
-def _has_windows(model: LoadedModel) -> bool:
-    others = model.spec.variant.others
-    return others is not None and others.window is not None
-
-
 def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> EngineSpec:
     """The engine as accelerators see it."""
     budget, num_sequences = settings.row_budget, settings.max_sequences
-    policy, local = decoder.kv_policy, model.local
+    policy, local, others = decoder.kv_policy, model.local, model.spec.variant.others
     stored_rows = max_stored_rows(policy, budget=budget, num_sequences=num_sequences)
     return EngineSpec(
         decoder=decoder.name,
@@ -352,7 +347,7 @@ def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes:
         heads=head_shape(model, sizes.kv_dtype),
         device=model.device,
         routes_blocks=local.moe is not None and local.moe.capacity is not None,
-        has_windows=_has_windows(model),
+        has_windows=others is not None and others.window is not None,
         semantics=model.semantics,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,

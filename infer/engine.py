@@ -24,15 +24,16 @@ from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
 from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
 from idlm.infer.build import build
-from idlm.infer.errors import (
+from idlm.infer.interrupts import uninterrupted
+from idlm.infer.parts import (
     MIN_CONSECUTIVE_OOM,
+    EngineParts,
+    Prompt,
     decoded_otherwise,
     grammar_failed,
     nonfinite_logits,
     out_of_memory,
 )
-from idlm.infer.interrupts import uninterrupted
-from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import ANONYMOUS, PassCounts, QueueOrder, Request, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import StepLoad
