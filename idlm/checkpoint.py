@@ -79,8 +79,10 @@ def verify(
             raise _mismatch(directory / MANIFEST, "the file is missing")
         return
     files = read_manifest(directory)
-    if sealed:
-        _refuse_others(directory, files)
+    for path in sorted(directory.rglob("*")) if sealed else ():
+        is_known = path.relative_to(directory).as_posix() in {MANIFEST, *files}
+        if not is_known and (path.is_symlink() or not path.is_dir()):
+            raise _mismatch(path, "its manifest does not name this file")
     files = {name: entry for name, entry in files.items() if name not in FOR_PEOPLE}
     for name, entry in files.items():
         path = directory / name
@@ -96,13 +98,6 @@ def verify(
     for name, digest in zip(hashed, sha256_of([directory / name for name in hashed]), strict=True):
         if digest != files[name]["sha256"]:
             raise _mismatch(directory / name, "its sha256 differs from the manifest")
-
-
-def _refuse_others(directory: Path, files: Collection[str]) -> None:
-    for path in sorted(directory.rglob("*")):
-        is_known = path.relative_to(directory).as_posix() in {MANIFEST, *files}
-        if not is_known and (path.is_symlink() or not path.is_dir()):
-            raise _mismatch(path, "its manifest does not name this file")
 
 
 def is_adapter(directory: Path) -> bool:

@@ -128,10 +128,6 @@ def shape(loop: LoopConfig) -> RunShape:
     )
 
 
-def launcher_pid() -> int | None:
-    return os.getppid() if "LOCAL_RANK" in os.environ else None
-
-
 def require_same_config_everywhere(config: TrainConfig) -> None:
     """Raise UserError IDLM-0514 on all ranks when one was started with another configuration. Collective."""
     hashes = gather_objects(config_hash(config))
@@ -164,7 +160,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     config = with_accumulation(config, world_size=num_processes())
-    launcher = launcher_pid()
+    launcher = os.getppid() if "LOCAL_RANK" in os.environ else None
     route_library_output()
     args = training_arguments(config)
     with (

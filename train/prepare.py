@@ -129,6 +129,8 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
             if replays(config.model.graphs, device, world_size=world_size) and can_capture(model):
                 model.body_graphs = BodyGraphs(model)
         compile_layers(model)
+    with _tokenizer_folder(config) as directory:
+        base = read_base_files(None if config.model.path is None else Path(config.model.path), directory)
     return Prepared(
         model=model,
         tokenizer=tokenizer,
@@ -141,7 +143,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         attention=attention,
         adapter=adapter,
         mask_text=mask_text,
-        base=prepare_base_files(config),
+        base=base,
         frozen_base=copied,
         base_identity=base_identity(Path(config.model.path or "")) if adapter or copied else None,
     )
@@ -171,12 +173,6 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
             fix="copy the tokenizer files into the checkpoint directory, or set model.tokenizer",
         )
     return tokenizer
-
-
-def prepare_base_files(config: TrainConfig) -> BaseFiles:
-    path = config.model.path
-    with _tokenizer_folder(config) as directory:
-        return read_base_files(None if path is None else Path(path), directory)
 
 
 def data_report(config: TrainConfig, prepared: Prepared) -> DataReport:
@@ -298,7 +294,7 @@ def prepare_data(
 
     dataset = packed(source, is_held_out)
     curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
-    dataset.start(curriculum)
+    dataset.curriculum = curriculum
     held_out = None
     if config.eval.every is not None and is_held_out is not None:
         held_out = packed(source, ~is_held_out)

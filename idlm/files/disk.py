@@ -130,7 +130,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> UserError:
     """Return the error to raise, with the free space and the checkpoint that is intact, if any."""
-    done = "" if written is None else f", {_mib(_size_of(written))} of it were written"
+    done = ""
+    if written is not None:
+        size = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
+        done = f", {_mib(size)} of it were written"
     return UserError(
         DISK_CODE,
         f"cannot save {target}: {reason} ({_mib(_free_bytes(target))} free{done}){_intact(target)}",
@@ -184,10 +187,6 @@ def _disk_reason(error: Exception, target: Path) -> str | None:
 def _free_bytes(target: Path) -> int:
     existing = next((parent for parent in target.parents if parent.is_dir()), Path("/"))
     return shutil.disk_usage(existing).free
-
-
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _mib(num_bytes: int) -> str:

@@ -231,7 +231,8 @@ def _storages(state: Any) -> dict[tuple[str, int], Tensor]:
     """The bytes of every storage of the tensors in `state`, by position."""
     storages: dict[tuple[str, int], Tensor] = {}
     for tensor in _tensors(state):
-        whole, key = _bytes_of(tensor), _index(tensor)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        key = _index(tensor)
         if key not in storages or storages[key].numel() < whole.numel():
             storages[key] = whole
     return storages
@@ -259,10 +260,6 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def _index(tensor: Tensor) -> tuple[str, int]:
     return str(tensor.device), tensor.untyped_storage().data_ptr()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _allocated(buffer: Buffer) -> int:

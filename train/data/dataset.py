@@ -30,7 +30,8 @@ from idlm.train.objectives.curriculum import Curriculum
 class PackedDataset(Dataset[dict[str, Any]]):
     """`len` counts the items of the whole run.
 
-    `left_out`, bool [num_samples], marks samples that are not used. Call `start` before items are read."""
+    `left_out`, bool [num_samples], marks samples that are not used. `curriculum`, whose length in epochs may
+    depend on how many rows the data packs into, is set before items are read."""
 
     curriculum: Curriculum
 
@@ -55,16 +56,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if source.num_samples is not None:
             self.rows = FileRows(source, limits, seed=seed, left_out=left_out)
 
-    def start(self, curriculum: Curriculum) -> None:
-        """Set the curriculum, whose length in epochs may depend on how many rows the data packs into."""
-        self.curriculum = curriculum
-
     def __len__(self) -> int:
         return self.curriculum.num_items
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """ROW_FIELDS as arrays [T], with `item_id` and the `stage` the item belongs to."""
-        stage = self.curriculum.stage_of_item(item)
+        stage = self.curriculum.stage_of_step(item // self.curriculum.global_batch)
         documents = [
             self.objective.rows(sample, stage, (self.seed, item, index))
             for index, sample in enumerate(self.rows.row(item))

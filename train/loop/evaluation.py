@@ -61,13 +61,9 @@ class HeldOutAnswers:
         return {name: value for name, value in figures.items() if value is not None}
 
     def refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
-        """Raise UserError IDLM-0553 on every rank when a figure of `record`, the last one in `metrics`, is
-        further below its best value than `stop_if` allows. The decoder that is chosen by default counts.
-        After the last step there is nothing to stop: a warning then, and the model is published."""
-        if self.settings.stop_if:
-            from_rank_zero(lambda: self._refuse_fall(record, metrics, is_last=is_last))
-
-    def _refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
+        """Raise UserError IDLM-0553 when a figure of `record`, the last one in `metrics`, is further below
+        its best value than `stop_if` allows. The decoder that is chosen by default counts. After the last
+        step there is nothing to stop: a warning then, and the model is published."""
         known = [one for one in read_metrics(metrics) if one.get("stage") == record["stage"]]
         for name, fall in self.settings.stop_if.items():
             key = next((key for key in record if key.endswith(f"_{name}")), "")
@@ -120,8 +116,9 @@ class HeldOut(TrainerCallback):
             if state.is_world_process_zero:
                 self.progress.write(record)
             if self.answers is not None:
-                is_last = step == curriculum.num_steps
-                self.answers.refuse_fall(record, self.progress.metrics_path, is_last=is_last)
+                answers, is_last = self.answers, step == curriculum.num_steps
+                metrics = self.progress.metrics_path
+                from_rank_zero(lambda: answers.refuse_fall(record, metrics, is_last=is_last))
 
     def measure(self, stage: Stage) -> dict[str, Any]:
         """Mean losses and acceptance of the held-out rows, laid out for `stage`. Collective."""
@@ -129,7 +126,7 @@ class HeldOut(TrainerCallback):
         device = trainer.args.device
         # The clean half is evaluated whatever its weight.
         shown = dataclasses.replace(stage, index=0, num_steps=self.num_items, clean_weight=1.0)
-        self.dataset.start(Curriculum(stages=(shown,), global_batch=1))
+        self.dataset.curriculum = Curriculum(stages=(shown,), global_batch=1)
         totals = torch.zeros(2, len(trainer.step.term_names), device=device, dtype=torch.float64)
         overlap = torch.zeros(2, stage.stride - 1, device=device, dtype=torch.float64)
         world, own = trainer.args.world_size, trainer.args.process_index

@@ -63,10 +63,6 @@ class Curriculum:
         stage = self.stage_of_step(step - 1)
         return step == self.num_steps or self.stage_of_step(step).index != stage.index
 
-    def stage_of_item(self, item: int) -> Stage:
-        """Return the stage of the 0-based data item (packed row)."""
-        return self.stage_of_step(item // self.global_batch)
-
 
 def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: float, decay: float) -> float:
     """Return the learning rate of the 0-based optimizer step as a share of its peak.

@@ -372,7 +372,9 @@ def config_lines(config: TrainConfig, arguments: Sequence[str]) -> list[str]:
     files = [argument for argument in arguments if argument.startswith(FILES)]
     before = asdict(compose("train", TrainConfig, files))
     changed = [
-        f"{key}={_typed(value)}" for key, value in _changes(before, asdict(config)) if key != "dry_run"
+        f"{key}={value if isinstance(value, str) else json.dumps(_given(value))}"
+        for key, value in _changes(before, asdict(config))
+        if key != "dry_run"
     ]
     base = " ".join(files).removeprefix("+") or "the defaults"
     return [f"what differs from {base}; plan.full_config=true shows all of it", *(changed or ["nothing"])]
@@ -385,11 +387,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
             yield from _changes(old, value, f"{prefix}{name}.")
         elif value != old:
             yield f"{prefix}{name}", value
-
-
-def _typed(value: Any) -> str:
-    """A value as a user would give it."""
-    return value if isinstance(value, str) else json.dumps(_given(value))
 
 
 def _given(value: Any) -> Any:

@@ -137,6 +137,7 @@ def time_plan(
     """Time of all steps; `stages`: each with its average packed row; `how` `parts_of` was found."""
     num_steps = sum(stage.num_steps for stage, _ in stages)
     accumulates = config.train.accumulation > 1 and config.train.balance == "step"
+    recomputed = min(config.model.recomputed_layers or work.num_layers, work.num_layers)
     needed = extra = tokens = 0.0
     parts: dict[str, float] = {}
     for stage, fed in stages:
@@ -145,7 +146,7 @@ def time_plan(
         adds = extra_passes(
             fed,
             is_gated=config.is_gated,
-            recomputes=_recomputed_share(config, work.num_layers),
+            recomputes=config.model.gradient_checkpointing * recomputed / work.num_layers,
             distills=config.train.distill != "none",
             copies_base=config.train.base_kl > 0,
             balances=accumulates and stage.clean_weight is None,
@@ -165,12 +166,6 @@ def time_plan(
         parts=parts,
         how=how,
     )
-
-
-def _recomputed_share(config: TrainConfig, num_layers: int) -> float:
-    """Share of the layers whose activations are recomputed."""
-    recomputed = min(config.model.recomputed_layers or num_layers, num_layers)
-    return config.model.gradient_checkpointing * recomputed / num_layers
 
 
 def gpu_parts(

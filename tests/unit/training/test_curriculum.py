@@ -59,7 +59,7 @@ def make_dataset(
     curriculum = make_curriculum(
         TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch()
     )
-    dataset.start(curriculum)
+    dataset.curriculum = curriculum
     return dataset
 
 

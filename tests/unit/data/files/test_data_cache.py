@@ -192,8 +192,8 @@ def dataset_of(
         seed=seed,
     )
     loop = LoopConfig(stages=[StageConfig(stride=2, fraction=1.0)], epochs=3, batch_size=4)
-    dataset.start(
-        make_curriculum(TrainConfig(train=loop), world_size=1, rows_per_epoch=dataset.rows_per_epoch())
+    dataset.curriculum = make_curriculum(
+        TrainConfig(train=loop), world_size=1, rows_per_epoch=dataset.rows_per_epoch()
     )
     return dataset
 
