@@ -50,15 +50,6 @@ def words_of(keyword: str) -> list[str]:
     return words
 
 
-def test_the_image_installs_dependencies_before_it_copies_sources() -> None:
-    [sources] = [number for number in positions("COPY") if instructions()[number][1].endswith(". .")]
-    installs = positions("RUN", "pip install")
-    assert installs
-    assert max(installs) < sources, "a change of a source file would install everything again"
-    [own] = positions("RUN", "pip install --no-cache-dir -e")
-    assert any("pyproject.toml" in instructions()[number][1] for number in positions("COPY") if number < own)
-
-
 def test_the_image_copies_files_and_installs_extras_that_exist() -> None:
     for number in positions("COPY"):
         *copied, _target = [word for word in instructions()[number][1].split() if not word.startswith("--")]
@@ -68,15 +59,6 @@ def test_the_image_copies_files_and_installs_extras_that_exist() -> None:
     extras = re.search(r"-e '\.\[([\w,-]+)\]'", instructions()[own][1])
     assert extras
     assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]) - {"dev"}
-
-
-def test_the_image_runs_as_a_user_and_has_an_entry_point() -> None:
-    assert "useradd" in " ".join(rest for _, rest in instructions())
-    [user] = positions("USER")
-    assert instructions()[user][1] not in ("root", "0")
-    assert max(positions("RUN")) < user, "what follows would run without the rights to install"
-    assert words_of("ENTRYPOINT")
-    assert words_of("CMD")[0] in PROJECT["scripts"]
 
 
 def test_only_tracked_files_are_copied() -> None:

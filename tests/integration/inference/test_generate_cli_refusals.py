@@ -119,14 +119,6 @@ def test_a_line_whose_logprobs_would_not_be_printed_is_refused(
     assert error.code == "IDLM-0489" and f":{others + 1}: sampling.{name}=0" in error.message
 
 
-def test_a_prompt_the_engine_refuses_is_named_before_any_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a pass has run"))
-    error = _refusal([*BASE, "-p", "Lea has 9 shells.", "-p", "Lea has 9 shells. " * 60])
-    assert (error.code, error.message[:8]) == ("IDLM-0412", "prompt 2")
-
-
 @pytest.mark.usefixtures("_no_model")
 def test_no_model_is_a_mistake() -> None:
     assert _refusal(["-p", "x"]).code == "IDLM-0438"
@@ -178,14 +170,6 @@ def test_a_path_that_is_empty_is_refused_as_empty(name: str) -> None:
     if name != "input":
         with pytest.raises(UserError, match="IDLM-0464"):
             run_evaluation([*([] if name == "model" else MODEL), f"{name}="])
-
-
-@pytest.mark.usefixtures("_no_model")
-def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "id": 2}, {"prompt": "y"}])
-    error = _refusal([*BASE, f"input={source}"])
-    assert error.code == "IDLM-0465"
-    assert error.message == f"{source}:2: id '2' is also the id of {source}:1"
 
 
 @pytest.mark.parametrize("ids", [[2, 1], ["x", None, "02"]])

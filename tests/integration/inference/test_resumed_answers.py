@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,16 +88,6 @@ def test_answers_of_other_settings_are_refused(
     assert words in caught.value.message and "in.jsonl:1" in caught.value.message
     assert "another output=" in caught.value.fix and str(partial) in caught.value.fix
     assert partial.read_bytes() == before
-
-
-def test_a_line_that_has_other_settings_now_is_noticed(stopped: tuple[list[str], Path]) -> None:
-    options, partial = stopped
-    lines: list[Any] = [{"prompt": prompt} for prompt in PROMPTS]
-    lines[1]["sampling"] = {"top_p": 0.5}
-    write_lines(partial.with_name("in.jsonl"), lines)
-    message = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
-    with pytest.raises(UserError, match=message):
-        generate([*BASE, *options, "resume=true"])
 
 
 def test_another_model_is_refused_and_a_moved_one_is_not(
@@ -269,19 +257,6 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
     assert generate([*arguments, "resume=true"]) == 0
     texts = [answer(PROMPTS[number]).text for number in (0, 2)]
     assert [r["text"] for r in read_lines(output)] == [*(r["text"] for r in kept), *texts]
-
-
-def test_a_failed_sample_repeats_all_samples_of_its_line(tmp_path: Path) -> None:
-    lines: list[Any] = [{"prompt": prompt, "sampling": {"n": 2}} for prompt in PROMPTS[:3]]
-    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
-    arguments = [*BASE, f"input={source}", f"output={output}"]
-    assert generate(arguments) == 0
-    records = read_lines(output)
-    records[2]["error"] = "IDLM-0457: not finite"
-    output.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert generate([*arguments, "resume=true"]) == 0
-    found = [(record["request_id"], record["index"], record["error"]) for record in read_lines(output)]
-    assert found == [(name, index, None) for name in "132" for index in (0, 1)]
 
 
 def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(

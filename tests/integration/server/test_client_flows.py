@@ -74,7 +74,7 @@ def test_what_clients_send_is_answered(server: Running, name: str) -> None:
     assert response.status_code == 200, response.text
     # The model's template does not write calls.
     lost = [message for message in BODIES[name]["messages"] if message.get("tool_calls")]
-    warned = ["299 idlm \"the chat template leaves out tool_calls of assistant turns\""] if lost else []
+    warned = ['299 idlm "the chat template leaves out tool_calls of assistant turns"'] if lost else []
     assert response.headers.get_list("warning") == warned
     message = message_of(response)
     calls, content = message.get("tool_calls") or [], message["content"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import shared
 from benchmarks.results import FIELDS, append_rows, check_row, read_rows, result_row
 from benchmarks.table import main as table_main
 from idlm.errors import UserError
@@ -42,23 +41,6 @@ def test_a_command_shows_its_usage_and_names_its_options(name: str) -> None:
     assert f"python -m benchmarks.{name.rpartition('.')[2]}" in module.__doc__
     with pytest.raises(UserError, match="IDLM-0107"):
         module.measure(["no_such_option=1"])
-
-
-def test_help_prints_the_usage_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmark", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        shared.start(lambda arguments: 1, "how it is used")
-    assert ended.value.code == 0 and capsys.readouterr().out == "how it is used\n"
-
-
-def test_a_library_that_fails_is_left_out_with_its_reason() -> None:
-    absent: dict[str, str] = {}
-    found = shared.run_arms({"a": 1, "b": 0}, lambda value: 1 / value, required={"a"}, absent=absent)
-    assert found == {"a": 1.0} and absent == {"b": "ZeroDivisionError: division by zero"}
-    with pytest.raises(ZeroDivisionError):
-        shared.run_arms({"b": 0}, lambda value: 1 / value, required={"b"}, absent=absent)
 
 
 def documented() -> list[str]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.quality import block_quality, decodability, law, sparse_fidelity
-from benchmarks.quality.arms import ArmResult, binomial_error, difference_error
-from benchmarks.quality.decodability import FOCUS, FULL, is_above, preserves_quality
+from benchmarks.quality import law, sparse_fidelity
 from benchmarks.quality.sparse_sets import (
     Probe,
     largest,
@@ -20,7 +16,6 @@ from benchmarks.quality.sparse_sets import (
 )
 from benchmarks.results import read_rows
 from idlm.infer.decoders import isd
-from idlm.infer.evaluation.evaluate import Evaluation
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import save_tokenizer
@@ -28,46 +23,6 @@ from idlm.text.tokenizer import encode_prompt, load_tokenizer
 from tests.accelerator_reference import SlowLists, SlowMage, SlowQuest
 from tests.block_reference import Rules, Sampling
 from tests.toy import write_toy_checkpoint
-
-
-def result_of(marks: str, arm: Any = None, kind: type[ArmResult] = ArmResult, **more: Any) -> Any:
-    """A result whose questions were answered right where `marks` has "+"."""
-    right = tuple(mark == "+" for mark in marks)
-    empty = dict.fromkeys(("accepted_by_position", "tested_by_position", "completions", "verdicts"), ())
-    numbers = dict.fromkeys(("num_tokens", "num_forwards", "num_prompt_passes", "seconds"), 1)
-    share = sum(right) / len(right)
-    evaluation = Evaluation(num_prompts=len(right), exact_match=share, exactness="exact", **numbers, **empty)  # type: ignore[arg-type]
-    return kind(arm=arm, evaluation=evaluation, marks=right, **more)
-
-
-def test_two_points_are_allowed_at_the_judged_threshold_only() -> None:
-    at = {threshold: block_quality.Arm(threshold=threshold) for threshold in (None, 0.5, 0.9)}
-    base = result_of("+" * 96 + "-" * 4, at[None])
-    assert block_quality.passes(result_of("+" * 94 + "-" * 6, at[0.9]), base) is True
-    assert block_quality.passes(result_of("+" * 93 + "-" * 7, at[0.9]), base) is False
-    assert block_quality.passes(result_of("-" * 100, at[0.5]), base) is None
-
-
-def test_a_difference_is_as_sure_as_the_questions_are_alike() -> None:
-    """With the same questions wrong the difference has no error; with different ones the two errors add."""
-    base, same, other = (result_of(marks) for marks in ("++--" * 25, "++--" * 25, "+-+-" * 25))
-    assert difference_error(same, base) == 0
-    assert difference_error(other, base) == pytest.approx(2**0.5 * binomial_error(0.5, 100))
-
-
-def test_what_is_judged_of_focus() -> None:
-    base, focus = decodability.Arm(name=FULL), decodability.Arm(name=FOCUS, accelerators={"focus": {}})
-
-    def found(num_wrong: int, arm: decodability.Arm) -> Any:
-        marks = "+" * (100 - num_wrong) + "-" * num_wrong
-        return result_of(marks, arm, decodability.Result, rows_per_token=1.0)
-
-    full = found(4, base)
-    assert preserves_quality(found(6, focus), full) is True
-    assert preserves_quality(found(7, focus), full) is False
-    assert preserves_quality(found(100, replace(focus, threshold=0.7)), full) is None
-    assert is_above(full, found(20, base)) and not is_above(full, found(5, base))
-
 
 SMALL = ["draws=1000", "device=cpu", "workers=1", "lanes=256", "faults=false"]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from benchmarks.quality.real import measure, total_variation
+from benchmarks.quality.real import measure
 from benchmarks.results import read_rows
 
 MODEL = (
@@ -39,10 +37,3 @@ def test_rows_of_a_tiny_conversion(tmp_path: Path) -> None:
     assert law["floor"] is not None and 0 <= law["value"] <= 1
     assert [row["case"]["judge"] for row in found["task_accuracy"]] == ["sum", "per character"]
     assert {row["case"]["concurrency"] for row in found["speed_over_ar"]} == {1}
-
-
-@pytest.mark.parametrize(
-    ("two", "expected"), [([(1, 2), (3, 2)], 0.0), ([(1, 2), (1,)], 0.125), ([(5, 6), (7, 8)], 0.25)]
-)
-def test_total_variation_is_the_mean_over_positions(two: list[tuple[int, ...]], expected: float) -> None:
-    assert total_variation([(1, 2), (3, 2)], two) == pytest.approx(expected)

@@ -14,11 +14,9 @@ import torch
 
 from idlm.checkpoint import COMMON_KEYS, SUSPECT, refuse_impossible_counts
 from idlm.errors import UserError
-from idlm.infer.cli.generate import generate
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.loader import read_outline
-from idlm.semantics import Semantics
 from idlm.train.model.load import load_base
 from tests.released_configs import RELEASED
 from tests.toy import load_model, write_toy_checkpoint
@@ -200,13 +198,3 @@ def test_line_14_as_many_layers_as_tensors_pass() -> None:
     refuse_impossible_counts({"num_hidden_layers": 7, "num_experts": None}, 7)
     with pytest.raises(UserError, match="IDLM-0603"):
         refuse_impossible_counts({"num_hidden_layers": 8}, 7)
-
-
-@pytest.mark.parametrize(
-    ("decoder", "code"), [("ar", "IDLM-0452"), ("isd", "IDLM-0452"), ("block", "IDLM-0450")]
-)
-def test_line_15_other_decoders_refuse_full_diffusion(decoder: str, code: str, tmp_path: Path) -> None:
-    write_toy_checkpoint(tmp_path)
-    Semantics(causality="full", logit_shift=False, mask_token_id=47).save(tmp_path)
-    with pytest.raises(UserError, match=f"{code}.*'full'"):
-        generate([f"model={tmp_path}", "device=cpu", f"decoder={decoder}", "-p", "x"])

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.kernels.sampling import draw
 from idlm.kernels.sampling.probs import plain_row_probs
 from idlm.kernels.sampling.types import PlainProbs
@@ -85,13 +84,6 @@ def test_draw_follows_the_law_and_never_leaves_its_support() -> None:
     assert counts.tolist() == [0, 1000, 0, 2000, 1000, 0]
 
 
-def test_top_p_counts_the_mass_among_the_top_k() -> None:
-    logits_XV = torch.tensor([[0.86, 0.08, 0.06]], dtype=torch.float64).log()
-    assert _probs(logits_XV, _settings(1, 1.0, 2, 0.9, 0.0)).tolist() == [[1.0, 0.0, 0.0]]
-    assert int(_probs(logits_XV, _settings(1, 1.0, 2, 1.0, 0.0)).count_nonzero()) == 2
-    assert int(_probs(logits_XV, _settings(1, 1.0, 0, 0.9, 0.0)).count_nonzero()) == 2
-
-
 def test_rows_keep_their_own_settings() -> None:
     logits = torch.randn(5, generator=torch.Generator().manual_seed(3)).expand(3, 5)
     temperature = torch.tensor([0.0, 1.0, 2.0]).double()
@@ -107,18 +99,3 @@ def test_rows_keep_their_own_settings() -> None:
     assert law[2].tolist() == pytest.approx(_slow_law(logits[2].tolist(), 2.0, 0, 0.5, 0.0))
     some = torch.tensor([2, 0])
     assert torch.equal(_probs(logits[some], tuple(column[some] for column in settings)), law[some])
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.85, 0.9, 1.0])
-def test_tokens_per_forward_formulas(acceptance: float) -> None:
-    """Against a Markov chain of passes, enumerated."""
-    per_position = [acceptance] * 3
-    reach = [acceptance**k for k in range(4)]
-    verify = sum(reach)
-    rejects = 1 - reach[3]
-    cold = (verify + rejects * 1) / (1 + rejects)
-    assert tokens_per_forward_cold(per_position) == pytest.approx(cold)
-    assert tokens_per_forward_branch(per_position) == pytest.approx(verify)
-    if acceptance == 0.9:
-        assert tokens_per_forward_cold(per_position) == pytest.approx(2.92, abs=0.005)
-    assert tokens_per_forward_cold([]) == tokens_per_forward_branch([]) == 1.0

@@ -83,12 +83,6 @@ def test_task_texts_survive_whatever_the_model_is_called(tmp_path, model_type, t
             assert supervised == [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def test_response_length_of_the_tiny_level(task_tokenizer):
-    task, encoder = TASKS.get("ledger")(level="tiny"), TaskEncoder(task_tokenizer.get_vocab())
-    lengths = [len(encoder.encode_sample(task.sample(index, "train"))[1]) for index in range(500)]
-    assert 100 <= sum(lengths) / len(lengths) <= 170
-
-
 def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer, tmp_path):
     assert 80 <= len(vocabulary()) <= 250 and len(vocabulary("recall")) <= 1400
     for name in TASKS.names():

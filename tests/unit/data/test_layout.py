@@ -25,7 +25,6 @@ from idlm.train.data.layout import (
     target_flags,
 )
 from idlm.train.data.packing import held_out_flags
-from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
@@ -61,13 +60,6 @@ def test_random_ids_differ_by_visit_and_change_nothing_else(phase: str) -> None:
     for name in ("positions", "block_starts", "labels"):
         assert np.array_equal(getattr(visits[0], name), getattr(expected, name))
     assert random.semantics(16) == Semantics(noise_range=(7, 60), stride=16)
-
-
-def test_blocks_restart_with_every_supervised_run() -> None:
-    sample = sample_of([False, False, True, True, True, False, False, True, True, True, True])
-    rows = noisy_rows(sample, mask_region="response", stride=4, mask_token_id=MASK)
-    assert rows.positions.tolist() == [1, 2, 3, 6, 7, 8, 9]
-    assert rows.block_starts.tolist() == [1, 1, 1, 6, 6, 6, 9]
 
 
 @given(
@@ -130,14 +122,6 @@ def test_packing_keeps_documents_apart_and_pads_silently(region: str) -> None:
         clean = (row["doc_ids"] == doc_id) & ~row["is_noisy"]
         assert np.array_equal(row["input_ids"][clean], sample.token_ids)
         assert row["labels"][clean][-1] == IGNORE_LABEL, "something is predicted across the document boundary"
-
-
-def test_ar_uses_the_same_clean_half_and_no_masks() -> None:
-    sample = Sample.from_pair([1, 2], [3, 4, 5])
-    stage = Stage(index=0, stride=1, num_steps=1, clean_weight=1.0)
-    rows = Autoregressive(mask_token_id=None, mask_region="response").rows(sample, stage)
-    assert len(rows.noisy) == 0
-    assert rows.clean.labels.tolist() == [IGNORE_LABEL, 3, 4, 5, IGNORE_LABEL]
 
 
 def test_a_data_worker_sends_a_batch_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

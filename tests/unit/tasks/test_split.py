@@ -63,17 +63,3 @@ def test_renaming_never_moves_a_problem():
             prompt = story.sample(index, split).prompt
             other = renamed(prompt, rng, [ledger.ITEMS, *ledger.VERBS.values()], ledger.NAMES)
             assert other != prompt and split_of("ledger", other) == split
-
-
-def test_skeleton_keeps_what_matters():
-    base = "Lea has 9 nuts. Tom has 4 nuts. Lea wins 3. How many nuts does Lea have?"
-    assert skeleton(base, LEXICONS["ledger"]) == skeleton(
-        "Zoe has 9 keys. Ida has 4 keys. Zoe buys 3. How many keys does Zoe have?", LEXICONS["ledger"]
-    )
-    for changed in (
-        base.replace("3", "4"),
-        base.replace("wins", "sells"),
-        base.replace("does Lea", "does Tom"),
-        base.replace("Lea wins", "Tom wins"),
-    ):
-        assert skeleton(changed, LEXICONS["ledger"]) != skeleton(base, LEXICONS["ledger"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,9 +14,7 @@ from benchmarks.engine.canvas_cache import (
 )
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import Trace, trace_of
-from benchmarks.engine.sparse_attention import SparseArm, block_floor_ms
-from benchmarks.models import random_model, weight_bytes
-from benchmarks.stream import Rates
+from benchmarks.models import random_model
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import max_rows
 
@@ -85,22 +81,3 @@ def test_every_arm_makes_the_decisions_of_the_first() -> None:
     chosen_BPW = decisions.chosen_SW[:-1].view(LOAD.num_blocks, LOAD.passes, LOAD.block)
     tokens_BPW = decisions.tokens_SW[:-1].view_as(chosen_BPW)
     assert torch.equal((tokens_BPW * chosen_BPW).sum(1).flatten(), expected)
-
-
-def test_floors_follow_from_bytes() -> None:
-    """128K and six sequences, k 1024, one of two layers exact."""
-    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=32)
-    load = Load(concurrency=6, context=1 << 17, num_tokens=0, sampling=SAMPLING["greedy"])
-    mage, rates = SparseArm(name="mage", stride=32, exact_layers=1), Rates(stream=1e9, product=1e30)
-
-    def floor(arm: SparseArm) -> float:
-        return 1e6 * (block_floor_ms(model, arm, load, rates) or 0.0)
-
-    slots = 6 * 2 * 2 * 16 * 4  # Bytes of a slot of all sequences: keys and values, 2 heads of 16, a layer.
-    everything, listed = slots * ((1 << 17) + 32), slots * (1024 + 32)
-    exact = floor(replace(mage, name="exact")) / 32
-    weights = exact - 2 * everything
-    ranking = slots / 2 * (1 << 17)
-    assert weights == pytest.approx(weight_bytes(model), rel=1e-3)
-    assert floor(mage) == pytest.approx(exact + ranking + 31 * (weights + everything + listed))
-    assert block_floor_ms(model, replace(mage, name="quest"), load, rates) is None

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine import memory
-from benchmarks.engine.canvas import card
-from benchmarks.engine.canvas.card import fewer_points, longest, peak_over_average, timeline_of
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
 from benchmarks.engine.canvas.native import (
     NATIVE_ARMS,
@@ -24,82 +22,13 @@ from benchmarks.engine.canvas.native import (
     random_native,
 )
 from benchmarks.engine.canvas.sizes import (
-    layer_weights,
     length_floor,
-    live_bytes_per_token,
-    total_weights,
 )
 from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
 from benchmarks.models import family_of, model_spec
 from benchmarks.results import read_rows
-from idlm.errors import UserError
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import weight_targets
-
-
-def test_sizes_follow_from_shapes() -> None:
-    """Parameters are published totals; KiB a token and L_max are counted by hand."""
-    totals = {"llada_8b": 8_015_581_184, "dream_7b": 7_615_616_512, "llada_moe": 7_356_880_896}
-    table = {
-        "llada_8b": (2239, 510, 263, 139.5, 48, 40, 24),
-        "dream_7b": (2687, 608, 311, 162.5, 30, 23, 9),
-        "llada_moe": (2771, 622, 315, 161.5, 24, 20, 12),
-    }
-    arms = ("native_fp64", "native", "compile", "masked", "paper", "mosaic", "ours")
-    for model, expected in table.items():
-        spec = model_spec(model)
-        assert total_weights(spec) == totals[model]
-        assert tuple(live_bytes_per_token(spec, arm, 0.5) / 1024 for arm in arms) == expected
-    spec = model_spec("llada_8b")
-    assert [round(length_floor(spec, arm, 0.5, 24) / 1000) for arm in ("masked", "mosaic", "ours")] == [
-        61,
-        212,
-        353,
-    ]
-    assert total_weights(spec) - total_weights(model_spec("llada_8b", num_layers=2)) == 30 * layer_weights(
-        spec
-    )
-
-
-@pytest.mark.parametrize("guess", [1, 900, 1000, 1003, 5000, 100_000])
-@pytest.mark.parametrize("limit", [1003, 64])
-def test_the_search_finds_the_longest_length(guess: int, limit: int) -> None:
-    found = longest(lambda length: length <= limit, guess=guess)
-    assert found.fits <= limit < (found.too_long or 0)
-    assert (found.too_long or 0) - found.fits <= 32
-    assert len({length for length, _ in found.probes}) == len(found.probes)
-
-
-def test_the_search_finds_the_longest_length_that_fits() -> None:
-    assert longest(lambda length: False, guess=5000).fits == 0
-    assert longest(lambda length: True, guess=5000, limit=9000).fits == 9000
-    assert len(longest(lambda length: length <= 352_575, guess=342_000).probes) <= 8
-
-
-def test_the_card_leaves_its_cap_and_shortages_of_memory_are_answers() -> None:
-    assert card.ballast_bytes(24, total_bytes=140, absent_bytes=10) == 126
-    assert card.ballast_bytes(140, total_bytes=140, absent_bytes=0) == 0
-    assert card.shortage(torch.OutOfMemoryError("CUDA out of memory.\nmore")) == "CUDA out of memory."
-    assert card.shortage(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")) is not None
-    assert card.shortage(UserError("IDLM-0466", "a canvas does not fit", fix="less")) is not None
-    assert card.shortage(UserError("IDLM-0107", "a bad option", fix="another")) is None
-    assert card.shortage(RuntimeError("an illegal memory access was encountered")) is None
-
-
-def test_a_timeline_counts_releases_when_they_are_done() -> None:
-    events = [
-        {"action": "alloc", "size": 4, "time_us": 100},
-        {"action": "segment_alloc", "size": 64, "time_us": 100},
-        {"action": "alloc", "size": 6, "time_us": 101},
-        {"action": "free_requested", "size": 6, "time_us": 102},
-        {"action": "free_completed", "size": 6, "time_us": 103},
-    ]
-    points = timeline_of(events)
-    assert points == [(0.0, 4.0), (1.0, 10.0), (3.0, 4.0)]
-    assert peak_over_average(points) == pytest.approx(10 / ((4 + 10 + 10) / 3))
-    assert peak_over_average([]) == 1
-    many = [(float(time), float(time % 97)) for time in range(5000)]
-    assert len(fewer_points(many)) <= 400 and max(size for _, size in fewer_points(many)) == 96
 
 
 def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
