@@ -1,21 +1,23 @@
-"""`report.md` next to the checkpoint: what was trained, how losses and acceptance went (plots), and samples.
+"""`report.md` and `report.html` next to the checkpoint: what was trained, how losses and acceptance went
+(plots), and samples.
 
 Samples come from a `Sampler` that the command line passes in, because training never imports the engine."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
 from idlm.log import num_processes
-from idlm.text.markdown import table
+from idlm.text.markdown import html_page, table
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.model_card import drafts_table, run_facts
 from idlm.train.checkpoint.resume import REPORT_FILE, RUN_FOLDER, config_text
@@ -33,7 +35,7 @@ from idlm.train.planning.state import size_text
 from idlm.train.prepare import Prepared, data_report
 
 PLOT_FOLDER = "report"
-LOSS_PLOT, CONVERSION_PLOT = "losses.png", "conversion.svg"
+LOSS_PLOT, CONVERSION_PLOT, FIGURES_FILE = "losses.svg", "conversion.svg", "figures.json"
 HELD_OUT, TRAINED = "held-out prompts", "prompts that were trained on"
 
 
@@ -125,23 +127,37 @@ def write_report(
     setting: Sequence[str] = (),
     estimate: Estimate | None = None,
 ) -> Path:
-    """Write `report.md` and its plots into `directory`; `records`: of `metrics.jsonl`, `facts`: lines of
-    the summary, `setting`: the last sections, `estimate`: what the run was expected to need."""
-    metrics = training_records(records)
-    plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
+    """Write `report.md`, `report.html` and their plots into `directory`; `records`: of `metrics.jsonl`,
+    `facts`: lines of the summary, `setting`: the last sections, `estimate`: what the run was expected to
+    need."""
+    metrics, folder = training_records(records), directory / PLOT_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = plots_of(metrics) if metrics else []
+    # Every stage ends with a record, so the boundary is the last step of a stage, not the next logged step.
+    boundaries = [a["step"] for a, b in itertools.pairwise(metrics) if a["stage"] != b["stage"]]
     summary = [*facts.items(), *_measured(metrics, estimate)]
     evaluations = [record for record in records if EVALUATION in record]
     parts = ["# Training report", table(("what", "value"), summary)]
     if samples is not None and samples.conversion is not None:
-        samples.conversion.draw(directory / PLOT_FOLDER / CONVERSION_PLOT)
+        samples.conversion.draw(folder / CONVERSION_PLOT)
         parts += [samples.conversion.text(), f"![What changed]({PLOT_FOLDER}/{CONVERSION_PLOT})"]
     parts += _held_out_parts(evaluations)
-    for title, name in plots:
-        parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
+    for plot in plots:
+        plot.draw(folder, boundaries)
+        parts += [f"## {plot.title}", f"![{plot.title}]({PLOT_FOLDER}/{plot.name})"]
     if samples is not None:
         parts += _sample_parts(samples)
-    replace_text(directory / REPORT_FILE, "\n\n".join([*parts, *setting]) + "\n")
+        replace_text(folder / FIGURES_FILE, json.dumps(_figures(samples), indent=2) + "\n")
+    text = "\n\n".join([*parts, *setting]) + "\n"
+    replace_text((directory / REPORT_FILE).with_suffix(".html"), html_page(text, directory))
+    replace_text(directory / REPORT_FILE, text)
     return directory / REPORT_FILE
+
+
+def _figures(samples: SampleReport) -> dict[str, Any]:
+    """What `idlm report` compares, besides the metrics."""
+    whole = None if samples.conversion is None else samples.conversion.shifts[0]._asdict()
+    return {"clean": whole, "measurements": [asdict(one) for one in samples.measurements]}
 
 
 def _measured(metrics: Sequence[dict[str, Any]], estimate: Estimate | None) -> list[tuple[str, str]]:
@@ -209,16 +225,44 @@ Curves = dict[str, tuple[list[int], list[float]]]
 """Steps and values of a plot, by the name of the curve."""
 
 
-def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(title, file name) of every plot that the metrics have something for."""
-    folder.mkdir(parents=True, exist_ok=True)
+class Plot(NamedTuple):
+    title: str
+    name: str
+    unit: str
+    curves: Curves
+
+    def draw(self, folder: Path, boundaries: Sequence[int] = ()) -> None:
+        """Write the plot as `name`; `boundaries`: steps that end a stage."""
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 3.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        for label, (steps, values) in self.curves.items():
+            axes.plot(steps, values, label=label, marker="." if len(steps) < 20 else None)
+        for step in boundaries:
+            axes.axvline(step, color="grey", linestyle=":", linewidth=1)
+        steps_label = "optimizer step (dotted: next stage)" if boundaries else "optimizer step"
+        axes.set(title=self.title, xlabel=steps_label, ylabel=self.unit)
+        # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
+        is_loss = self.name == LOSS_PLOT
+        if is_loss and any(value > 0 for _, values in self.curves.values() for value in values):
+            axes.set_yscale("log", nonpositive="mask")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / self.name)
+
+
+def plots_of(metrics: Sequence[dict[str, Any]]) -> list[Plot]:
+    """Every plot that the records of training have something for."""
 
     def curve(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Any:
         return [record["step"] for record in records], [value(record) for record in records]
 
     names = [key for key in metrics[0] if key.endswith("_loss")]
     losses: Curves = {name[:-5]: curve(metrics, itemgetter(name)) for name in names}
-    plots = [("Loss of both paths" if len(losses) > 1 else "Loss", LOSS_PLOT, losses, "nats per token")]
+    plots = [Plot("Loss of both paths" if len(losses) > 1 else "Loss", LOSS_PLOT, "nats per token", losses)]
     drafted = [record for record in metrics if record["acceptance"]]
     if drafted:
         by_position: Curves = {}
@@ -226,39 +270,15 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
             known = [record for record in drafted if len(record["acceptance"]) > position]
             values = [record["acceptance"][position] for record in known]
             by_position[f"draft {position + 1}"] = [record["step"] for record in known], values
-        plots.append(("Acceptance by draft position", "acceptance.png", by_position, "expected acceptance"))
+        title = "Acceptance by draft position"
+        plots.append(Plot(title, "acceptance.svg", "expected acceptance", by_position))
         title = "Tokens per forward that the acceptance predicts"
         forwards: Curves = {
             "cold": curve(drafted, lambda record: tokens_per_forward_cold(record["acceptance"])),
             "branch": curve(drafted, lambda record: tokens_per_forward_branch(record["acceptance"])),
         }
-        plots.append((title, "tpf.png", forwards, "tokens per forward"))
-    # Every stage ends with a record, so the boundary is the last step of a stage, not the next logged step.
-    boundaries = [a["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
-    for title, name, curves, unit in plots:
-        _plot(folder / name, curves, title=title, unit=unit, boundaries=boundaries)
-    return [(title, name) for title, name, _, _ in plots]
-
-
-def _plot(path: Path, curves: Curves, *, title: str, unit: str, boundaries: Sequence[int]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for label, (steps, values) in curves.items():
-        axes.plot(steps, values, label=label, marker="." if len(steps) < 20 else None)
-    for step in boundaries:
-        axes.axvline(step, color="grey", linestyle=":", linewidth=1)
-    steps_label = "optimizer step (dotted: next stage)" if boundaries else "optimizer step"
-    axes.set(title=title, xlabel=steps_label, ylabel=unit)
-    # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
-    if path.name == LOSS_PLOT and any(value > 0 for _, values in curves.values() for value in values):
-        axes.set_yscale("log", nonpositive="mask")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        plots.append(Plot(title, "tpf.svg", "tokens per forward", forwards))
+    return plots
 
 
 def _quoted(text: str) -> str:

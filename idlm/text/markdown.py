@@ -1,8 +1,24 @@
-"""Markdown of reports and model cards."""
+"""Markdown of reports and model cards, and reports as HTML."""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Sequence
+from pathlib import Path
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>idlm report</title><style>
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+td, th { border: 1px solid #8886; padding: 0.2rem 0.6rem; text-align: left }
+pre { background: #8882; padding: 0.8rem; overflow-x: auto }
+img { max-width: 100%; background: white }
+</style>
+"""
+FIGURE = re.compile(r'src="([\w./-]+\.svg)"')
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -10,3 +26,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
     )
+
+
+def html_page(text: str, folder: Path) -> str:
+    """Markdown as one HTML file that needs no other: SVG figures, with paths relative to `folder`, are
+    inside. HTML in the text is shown, not interpreted."""
+    from markdown_it import MarkdownIt
+
+    def inside(figure: re.Match[str]) -> str:
+        content = base64.b64encode((folder / figure[1]).read_bytes()).decode()
+        return f'src="data:image/svg+xml;base64,{content}"'
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return f"{PAGE}{FIGURE.sub(inside, body)}</html>\n"

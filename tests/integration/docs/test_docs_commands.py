@@ -26,6 +26,7 @@ from idlm.cli.help import describe
 from idlm.cli.main import run_command
 from idlm.cli.project import commands as commands_of_idlm
 from idlm.config.compose import compose, recipes
+from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.import_adapter import ImportConfig
@@ -36,6 +37,7 @@ from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.server.config import ServeConfig
 from idlm.semantics import Semantics
+from idlm.train.compare import compare
 from idlm.train.config.schema import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,6 +141,7 @@ def test_every_program_is_known_to_these_tests() -> None:
         "idlm-eval",
         "idlm-import",
         "idlm-doctor",
+        "idlm-report",
         "idlm",
         *CLIENTS,
         "make",
@@ -211,6 +214,12 @@ def test_idlm_import_understands(command: Command) -> None:
 @pytest.mark.parametrize("command", named("idlm-doctor"), ids=shown)
 def test_idlm_doctor_understands(command: Command) -> None:
     read_doctor(command.words[1:])
+
+
+@pytest.mark.parametrize("command", named("idlm-report"), ids=shown)
+def test_idlm_report_understands(command: Command) -> None:
+    with pytest.raises(UserError, match="no run/metrics.jsonl in outputs/tiny"):
+        compare(command.words[1:])
 
 
 @pytest.mark.parametrize("command", named("idlm"), ids=shown)

@@ -127,7 +127,7 @@ def test_each_export_has_a_model_card_with_figures_of_the_run(finished: Path, ba
 
 def test_the_report_shows_plots_samples_and_measurements(finished: Path) -> None:
     text = (finished / "report.md").read_text()
-    for name in ("losses.png", "acceptance.png", "tpf.png"):
+    for name in ("losses.svg", "acceptance.svg", "tpf.svg"):
         assert f"report/{name}" in text
         assert (finished / "report" / name).stat().st_size > 1000
     assert "50.0 %" in text

@@ -46,7 +46,13 @@ def records() -> list[dict[str, Any]]:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     drawn: dict[str, Figure] = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
+    save = Figure.savefig
+
+    def savefig(figure: Figure, path: Path) -> None:
+        drawn[path.name] = figure
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     return drawn
 
 
@@ -63,9 +69,18 @@ def test_plots_draw_the_ends_of_stages_and_losses_on_a_logarithmic_axis(
         assert dotted == [65, 120]
     write(tmp_path, None, records())
     scales = {name: figure.axes[0].get_yscale() for name, figure in figures.items()}
-    assert scales == {"losses.png": "log", "acceptance.png": "linear", "tpf.png": "linear"}
+    assert scales == {"losses.svg": "log", "acceptance.svg": "linear", "tpf.svg": "linear"}
     write(tmp_path, None, [record | {"mask_loss": 0.0} for record in records()])
-    assert figures["losses.png"].axes[0].get_yscale() == "linear", "a logarithm of 0 shows nothing"
+    assert figures["losses.svg"].axes[0].get_yscale() == "linear", "a logarithm of 0 shows nothing"
+
+
+def test_the_report_is_also_one_page_with_its_plots_inside(tmp_path: Path) -> None:
+    sample = report.SampleText(prompt="<script>alert(1)</script>", response="![x](report/losses.svg)")
+    text = write(tmp_path, report.SampleReport(samples=(sample,)), records())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('src="data:image/svg+xml;base64,') == text.count("](report/") - 1 == 3
+    assert "<script" not in page and "&lt;script&gt;" in page and "<table>" in page
+    assert 'src="report' not in page and "http" not in page
 
 
 @pytest.mark.parametrize("num_samples", [0, 3])
