@@ -21,6 +21,17 @@ MAX_LOGPROBS = 1024
 """Largest `logprobs`: each step copies this many alternatives per row to the host."""
 
 
+MAX_BIASES, MAX_BIAS = 1024, 100
+"""Most entries of `logit_bias`, and its largest value."""
+CHANGES: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "no_repeat_ngram_size": 0,
+    "min_tokens": 0,
+}
+"""Settings that change logits by the tokens before them, and the values that change nothing."""
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 MAX_CONSTRAINT = 1 << 15
 """Characters of a constraint."""
@@ -114,6 +125,20 @@ class SamplingParams:
         hash=False,
         metadata={"help": "options of the decoder that a request may set (block: threshold, ...)"},
     )
+    presence_penalty: float = option("subtracted from logits of tokens that the answer has; 0 is off", 0.0)
+    frequency_penalty: float = option("the same, times how often the answer has the token; 0 is off", 0.0)
+    repetition_penalty: float = option(
+        "divides positive logits of tokens of prompt and answer, multiplies negative ones; 1 is off", 1.0
+    )
+    logit_bias: dict[int, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "added to logits, by token id: {50: -100, 17: 2.5}"},
+    )
+    no_repeat_ngram_size: int = option(
+        "no run of so many tokens of prompt and answer comes twice (ar, isd); 0 is off", 0
+    )
+    min_tokens: int = option("until the answer has so many tokens, no token id ends it", 0)
     constraint: Constraint | None = option(
         "what the answer must match (ar, isd): {kind: regex, text: '[0-9]+'}; kinds: json_schema, "
         "json_object, regex, choice, grammar",
@@ -129,6 +154,7 @@ class SamplingParams:
         if isinstance(self.decoder_options, dict):
             options = {name: plain_value(value) for name, value in self.decoder_options.items()}
             object.__setattr__(self, "decoder_options", options)
+        object.__setattr__(self, "logit_bias", _by_token(self.logit_bias))
         problems = [
             f"{name}={getattr(self, name)!r} must be {allowed}"
             for name, is_allowed, allowed in self._checks()
@@ -146,10 +172,15 @@ class SamplingParams:
         """Whether the request takes one token per pass, whatever the stride of its decoder."""
         return self.decoder_options.get("stride") == 1
 
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The settings of `CHANGES` that change logits."""
+        return tuple(name for name, neutral in CHANGES.items() if getattr(self, name) != neutral)
+
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""
         has_seed, options, scores = self.seed is not None, self.decoder_options, self.prompt_logprobs
-        min_tokens = 1 if scores is None else 0
+        shortest = 1 if scores is None else 0
         return (
             ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
             ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
@@ -158,8 +189,8 @@ class SamplingParams:
             ("seed", not has_seed or is_integer(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
             (
                 "max_tokens",
-                self.max_tokens is None or is_integer(self.max_tokens, min_tokens),
-                f"an integer >= {min_tokens}",
+                self.max_tokens is None or is_integer(self.max_tokens, shortest),
+                f"an integer >= {shortest}",
             ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(is_integer(token, 0) for token in self.stop_token_ids), "integers >= 0"),
@@ -169,7 +200,35 @@ class SamplingParams:
             ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("n", is_integer(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
             ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
+            *self._change_checks(),
             ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
+        )
+
+    def _change_checks(self) -> tuple[tuple[str, bool, str], ...]:
+        """The same of what changes logits."""
+        biases, most = self.logit_bias, LARGEST_NUMBER
+        if is_integer(self.max_tokens, 0):
+            most = self.max_tokens
+        is_bias = isinstance(biases, dict) and all(
+            is_integer(token, 0) and is_number(bias, -MAX_BIAS, MAX_BIAS) for token, bias in biases.items()
+        )
+        is_least = is_integer(self.min_tokens, 0, most)
+        bias_rule = f"numbers in [-{MAX_BIAS}, {MAX_BIAS}] by token id, at most {MAX_BIASES} of them"
+        ngram_rule = "an integer >= 0 (0 is off)"
+        if self.constraint is not None:
+            ngram_rule = "0 with a constraint, which may need a text twice"
+        has_ngrams = is_integer(self.no_repeat_ngram_size, 0, 0 if self.constraint else 2**31 - 1)
+        return (
+            ("presence_penalty", is_number(self.presence_penalty, -2, 2), "in [-2, 2] (0 is off)"),
+            ("frequency_penalty", is_number(self.frequency_penalty, -2, 2), "in [-2, 2] (0 is off)"),
+            (
+                "repetition_penalty",
+                is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0,
+                "a finite number > 0 (1 is off)",
+            ),
+            ("logit_bias", is_bias and len(biases) <= MAX_BIASES, bias_rule),
+            ("no_repeat_ngram_size", has_ngrams, ngram_rule),
+            ("min_tokens", is_least, f"an integer >= 0, at most max_tokens={self.max_tokens!r}"),
         )
 
     def with_seed(self, seed: int) -> SamplingParams:
@@ -181,6 +240,15 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(map(plain_value, value))
     return () if value is None else (value,)
+
+
+def _by_token(biases: Any) -> Any:
+    """Biases by token id, which JSON writes as text."""
+    if not isinstance(biases, Mapping):
+        return biases
+    keys = [plain_value(key) for key in biases]
+    ids = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in keys]
+    return dict(zip(ids, map(plain_value, biases.values()), strict=True))
 
 
 def plain_value(value: Any) -> Any:

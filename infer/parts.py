@@ -21,6 +21,7 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Schedule
+from idlm.infer.state.logit_changes import check_listed
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
@@ -96,6 +97,7 @@ class EngineParts:
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
         if params.stop and self.tokenizer is None:
             raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
+        check_listed(params, stop_ids)
         max_length = self._max_length(request_id, prompt_ids, params)
         constraint = params.constraint
         grammars = None if constraint is None else self._grammars(constraint, params.n, compiles=compiles)
@@ -163,14 +165,15 @@ class EngineParts:
 
 
 def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
-    """Raise UserError IDLM-0411 for stop ids, or numbers of logprobs, beyond the vocabulary."""
-    outside = [token for token in params.stop_token_ids if token >= num_rows]
-    if outside:
-        raise UserError(
-            "IDLM-0411",
-            f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
-            fix="give ids of the checkpoint's own tokenizer",
-        )
+    """Raise UserError IDLM-0411 for ids, or numbers of logprobs, beyond the vocabulary."""
+    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        outside = [token for token in token_ids if token >= num_rows]
+        if outside:
+            raise UserError(
+                "IDLM-0411",
+                f"request {request_id!r}: {name} {outside[:5]} are not in the vocabulary [0, {num_rows})",
+                fix="give ids of the checkpoint's own tokenizer",
+            )
     for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if number is not None and number > num_rows:
             raise UserError(

@@ -29,6 +29,8 @@ _NAMES_ELSEWHERE = {
     "prefix_cache": "enable_prefix_caching",
     "resume": "resume_from_checkpoint",
     "sampling.max_tokens": "max_new_tokens",
+    "sampling.min_tokens": "min_new_tokens",
+    "sampling.repetition_penalty": "repeat_penalty",
     "sampling.temperature": "temp",
     "system": "instructions sys system_prompt",
     "tensor_parallel": "tensor_parallel_size tp tp_size",
@@ -57,11 +59,10 @@ ALIASES = {name: tuple(keys.split()) for keys, names in _NAMES_ELSEWHERE.items()
 
 _ELSEWHERE_ONLY = {
     "beam search": "beam_width best_of num_beams use_beam_search",
-    "bans and biases of tokens": "allowed_token_ids bad_words logit_bias no_repeat_ngram_size",
+    "bans of tokens": "allowed_token_ids bad_words",
     "draft models": "draft_model num_speculative_tokens speculative_config speculative_model",
-    "least length of an answer": "min_new_tokens min_tokens",
     "offloading to the host": "cpu_offload_gb n_gpu_layers swap_space",
-    "penalties": "frequency_penalty length_penalty presence_penalty repeat_penalty repetition_penalty",
+    "penalties of length": "length_penalty",
     "pipeline or data parallelism": "data_parallel_size dp_size pipeline_parallel_size pp_size",
     "remote code": "trust_remote_code",
     "samplers of this kind": "epsilon_cutoff eta_cutoff mirostat mirostat_eta mirostat_tau tfs_z typical_p",

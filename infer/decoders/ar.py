@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from idlm.infer.decoders.base import DECODERS, Decoder, check_causal, plan_rows
+from idlm.contracts import CHANGES
+from idlm.infer.decoders.base import DECODERS, Decoder, changed_logits, check_causal, plan_rows
 from idlm.infer.decoders.rejection import DraftLayout, layouts
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
 from idlm.infer.state.sequence_state import SequenceState
@@ -34,6 +35,7 @@ class ArDecoder(Decoder):
     Config: ClassVar[type] = ArConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {}
     takes_constraints = True
+    takes_changes = tuple(CHANGES)
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -58,9 +60,7 @@ class ArDecoder(Decoder):
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""
         rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
-        logits_XV = wanted.logits()
-        if batch.grammars is not None:
-            logits_XV = batch.grammars.masked(logits_XV, len(rows_B), copies=batch.num_top is not None)
+        logits_XV = changed_logits(table, batch, plan, wanted)
         probs = table.probs(logits_XV, plan.lanes_B, batch.filters)
         token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()

@@ -25,6 +25,8 @@ from idlm.infer.selectors.base import Selector
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.logit_changes import ChangedRows, KnownTokens
+from idlm.kernels.sampling import Drafts
 from idlm.kernels.step_rows import Noise, pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
@@ -57,6 +59,8 @@ class Decoder(ABC):
     """`max_tokens` of a request that gives none."""
     takes_constraints: ClassVar[bool] = False
     """Whether each token is drawn after all tokens before it, from logits that `Batch.grammars` masks."""
+    takes_changes: ClassVar[Sequence[str]] = ()
+    """Those of `contracts.CHANGES` that a request may have."""
     request_options: ClassVar[Sequence[str]] = ()
     """Options that a request may set."""
     max_canvases: int = 1
@@ -113,13 +117,21 @@ class Decoder(ABC):
         return
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
-        """Raise UserError for a request that the decoder cannot answer: IDLM-0477 for a constraint."""
+        """Raise UserError for a request that the decoder cannot answer: IDLM-0477 for a constraint, IDLM-0479
+        for changes of logits."""
         if params.constraint is not None and not self.takes_constraints:
             raise UserError(
                 "IDLM-0477",
                 f"constraint: decoder {self.name} does not draw each token after all those before it, so it "
                 "is not known what a grammar allows there",
                 fix="leave constraint out, or use decoder=isd or decoder=ar with a token-causal checkpoint",
+            )
+        refused = [name for name in params.changes if name not in self.takes_changes]
+        if refused:
+            raise UserError(
+                "IDLM-0479",
+                f"{' and '.join(refused)}: decoder {self.name} does not support this",
+                fix="leave it out, or use decoder=isd or decoder=ar with a token-causal checkpoint",
             )
         self.kv_policy.check(params)
         self.configure(params.decoder_options)
@@ -272,3 +284,36 @@ def plan_rows(
         # An earlier pass, in a wider mode, may have gone past the end of a sequence.
         max_slots=batch.max_known - 1 + max(width, layout.max_stride),
     )
+
+
+def changed_logits(
+    table: SequenceState,
+    batch: Batch,
+    plan: StepPlan,
+    wanted: WantedRows,
+    drafts_ZJ: Tensor | None = None,
+    store: Drafts | None = None,
+) -> Tensor:
+    """The logits of token-causal rows that requests draw from and test drafts with: those of the model,
+    changed by penalties, biases and bans, then by grammars, which also act on the tested drafts in `store`.
+    All are of a row's own past: the known tokens, and the drafts that it sees. A copy where the model's own
+    logits are still needed, for log-probabilities."""
+    logits_XV = wanted.logits()
+    if batch.num_top is not None and (batch.changes or batch.grammars is not None):
+        logits_XV = logits_XV.clone()
+    if batch.changes:
+        lanes_X = plan.logit_lanes_X
+        if lanes_X is None:
+            lanes_X = plan.lanes_B[:, None].expand(-1, len(logits_XV) // len(plan.lanes_B)).flatten()
+        rows_X = plan.logit_rows_X
+        rows = ChangedRows(
+            lanes_X=lanes_X,
+            # A row sees as many known tokens and drafts as its limit says; a prompt's sees fewer than all.
+            num_drafts_X=plan.limits_R[rows_X] - table.num_known_Z[lanes_X],
+            positions_X=plan.positions_R[rows_X] + 1,
+        )
+        known = KnownTokens(table.num_known_Z, table.tokens_ZL, drafts_ZJ)
+        table.changes.apply(logits_XV, known, rows, plan.lanes_B)
+    if batch.grammars is not None:
+        batch.grammars.mask(logits_XV, len(plan.lanes_B), store)
+    return logits_XV

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from idlm.contracts import SamplingParams
+from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
 from idlm.infer.decoders.block_config import (
@@ -47,6 +47,7 @@ from idlm.kernels.block_step import (
     decide_blocks,
     positions_of,
 )
+from idlm.kernels.logit_changes import ABSENT, ChangedRows, KnownTokens
 from idlm.kernels.sampling import entropy, judged_draws, nonfinite
 from idlm.semantics import Semantics
 
@@ -58,6 +59,8 @@ class BlockDecoder(Decoder):
     name: ClassVar[str] = "block"
     Config: ClassVar[type] = BlockConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {"strategy": "sequential"}
+    # Which run of tokens a position ends is not known while those before it are masks.
+    takes_changes = tuple(name for name in CHANGES if name != "no_repeat_ngram_size")
     request_options: ClassVar[Sequence[str]] = REQUEST_OPTIONS
 
     @classmethod
@@ -182,6 +185,7 @@ class BlockDecoder(Decoder):
             last_B = self._resizing.is_last(lanes_B, masks_BW, self.blocks.num_passes_Z[lanes_B])
             self._resizing.forbid(logits_XV, last_B[wanted.positions_X // self.shape.size])
         forbidden_id = self.shape.mask_token_id
+        logits_XV = self._changed(table, batch, plan, logits_XV)
         probs = table.probs(logits_XV, wanted.lanes_X, batch.filters, forbidden_id=forbidden_id)
         # Numbers belong to positions, so that no draw depends on which rows are wanted.
         uniforms_BW = table.uniforms(plan.lanes_B, self.shape.size, active.draw_steps_B)
@@ -201,6 +205,29 @@ class BlockDecoder(Decoder):
         )
         is_read_BW = self._is_read(table, plan)
         return proposed, nonfinite(probs, torch.where(is_read_BW, number_BW, -1)).clamp(max=1)
+
+    def _changed(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> Tensor:
+        """The logits, changed by the tokens before the block and by those of the block that are decided, but
+        for the one at the position itself; a copy if log-probabilities need the model's own."""
+        if not batch.changes:
+            return logits_XV
+        if batch.num_top is not None:
+            with torch.inference_mode():
+                logits_XV[:, self.shape.mask_token_id] = torch.finfo(logits_XV.dtype).min
+            logits_XV = logits_XV.clone()
+        active, blocks = deciding(plan), self.blocks
+        wanted, size = active.wanted, self.shape.size
+        own_X = wanted.positions_X % size
+        rows = ChangedRows(
+            lanes_X=wanted.lanes_X,
+            num_drafts_X=torch.full_like(own_X, size),
+            positions_X=active.starts_B[wanted.positions_X // size] + own_X,
+            own_X=own_X,
+        )
+        decided_ZW = torch.where(blocks.is_decided_ZW, blocks.tokens_ZW, ABSENT)
+        known = KnownTokens(table.num_known_Z, table.tokens_ZL, decided_ZW)
+        table.changes.apply(logits_XV, known, rows, plan.lanes_B)
+        return logits_XV
 
     def _is_read(self, table: SequenceState, plan: StepPlan) -> Tensor:
         """Positions whose proposals may be used, bool [B, W]."""

@@ -17,9 +17,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from idlm.contracts import SamplingParams
+from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
+from idlm.infer.decoders.base import (
+    DECODERS,
+    Decoder,
+    StrideMode,
+    changed_logits,
+    check_causal,
+    plan_rows,
+)
 from idlm.infer.decoders.rejection import NO_ROW, SINGLE_BUFFER, DraftLayout, layouts, strategy_of
 from idlm.infer.selectors.base import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
@@ -67,6 +74,7 @@ class IsdDecoder(Decoder):
     Config: ClassVar[type] = IsdConfig
     kv_policy = KVWritePolicy(has_drafts=True)
     takes_constraints = True
+    takes_changes = tuple(CHANGES)
     request_options = ("stride",)
 
     @classmethod
@@ -218,12 +226,9 @@ class IsdDecoder(Decoder):
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
 
         p of the chain rows and q of the mask rows are both warped by each request's own settings."""
-        lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
-        num_candidates = 1
-        if batch.grammars is not None:
-            num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
-            copies = batch.num_top is not None
-            logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, copies=copies)
+        lanes_B, num_masks = plan.lanes_B, self.num_masks
+        logits_XV = changed_logits(table, batch, plan, wanted, self.drafts_ZJ, self.draft_probs)
+        num_candidates = 1 if batch.grammars is None else min(NUM_CANDIDATES, logits_XV.shape[1])
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         logit_lanes = lanes_B if plan.logit_lanes_X is None else plan.logit_lanes_X
         probs = table.probs(logits_XV, logit_lanes, batch.filters)
@@ -251,7 +256,7 @@ class IsdDecoder(Decoder):
         )
         rows_BJ = verdict.draft_rows_BJ
         if self.selector is not None:
-            rows_BJ = self._select(table, batch, plan, wanted, verdict, uniforms_BD)
+            rows_BJ = self._select(table, batch, plan, wanted, logits_XV, verdict, uniforms_BD)
         if self.selector is None or self._drafts_again[batch.mode]:
             put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
         if batch.grammars is not None:
@@ -282,6 +287,7 @@ class IsdDecoder(Decoder):
         batch: Batch,
         plan: StepPlan,
         wanted: WantedRows,
+        logits_XV: Tensor,
         verdict: Verdict,
         uniforms_BD: Tensor,
     ) -> Tensor:
@@ -295,6 +301,7 @@ class IsdDecoder(Decoder):
             mask_rows_BJ, other_rows_BJ = (rows_BJ.where(part, NO_ROW) for part in (is_mask_BJ, ~is_mask_BJ))
         rows = MaskRows(
             wanted=wanted,
+            logits_XV=logits_XV,
             rows_BJ=mask_rows_BJ,
             anchors_B=verdict.token_ids_BA.gather(1, verdict.accepted_B[:, None])[:, 0],
             uniforms_BJ=uniforms_BD[:, num_masks + 1 : 2 * num_masks + 1],

@@ -65,10 +65,15 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
     """The schedule that `step_message` described. `requests` maps a lane to its last admitted request and is
     updated in place.
 
-    These requests hold only what a device needs: no answer, no text, no stop tokens."""
+    These requests hold only what a device needs: no text, and of the answer what was known at admission."""
     admitted = [
         Request(
-            **{**fields, "params": SamplingParams(**fields["params"])}, request_id="", stop_ids=frozenset()
+            **{
+                **fields,
+                "params": SamplingParams(**fields["params"]),
+                "stop_ids": frozenset(fields["stop_ids"]),
+            },
+            request_id="",
         )
         for fields in message["admitted"]
     ]
@@ -95,7 +100,11 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
 def _request_message(request: Request) -> Message:
     return {
         "lane": lane_of(request),
-        "prompt_ids": request.all_known_ids,
+        "prompt_ids": request.prompt_ids[: request.num_known],
+        "token_ids": request.known_ids(
+            len(request.prompt_ids), max(request.num_known, len(request.prompt_ids))
+        ),
+        "stop_ids": sorted(request.stop_ids) if request.params.min_tokens else [],
         "params": {name: getattr(request.params, name) for name in PARAMS},
         "index": request.index,
         "max_length": request.max_length,

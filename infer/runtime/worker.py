@@ -70,6 +70,8 @@ class Worker:
             parts.decoder.admit(new_lanes, [request.params for request in new])
         for request, lane in zip(rewound, rewound_lanes, strict=True):
             parts.table.rewind(lane, request.num_computed, request.num_known if request.num_again else None)
+            if request.num_again:
+                parts.table.changes.recount([request])
         if rewound:
             parts.decoder.rewind(rewound_lanes)
         if parts.stack is not None and (new or rewound):

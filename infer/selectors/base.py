@@ -25,11 +25,13 @@ from idlm.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRows:
-    """The mask rows of a pass that the next drafts come from. `rows_BJ` int64: numbers of wanted rows; -1: no
+    """The mask rows of a pass that the next drafts come from. `logits_XV`: those of all wanted rows, as the
+    requests change them. `rows_BJ` int64: numbers of wanted rows; -1: no
     draft, or one that does not come from a mask. `anchors_B` int64: the token that each sequence emitted last
     and its first draft follows. `uniforms_BJ` fp64: numbers for the draws."""
 
     wanted: WantedRows
+    logits_XV: Tensor
     rows_BJ: Tensor
     anchors_B: Tensor
     uniforms_BJ: Tensor

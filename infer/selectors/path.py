@@ -53,7 +53,7 @@ class PathSelector(Selector):
                 projected_MW=self._linears.linear(hidden_MD, self._weights.hidden_WD),
                 anchors_B=rows.anchors_B,
             ),
-            top_candidates(wanted.logits(), rows_M, self._num_candidates),
+            top_candidates(rows.logits_XV, rows_M, self._num_candidates),
             store,
             (table.temperature_Z, table.top_k_Z, table.top_p_Z, table.min_p_Z),
             filters=batch.filters,

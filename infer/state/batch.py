@@ -189,12 +189,13 @@ class PromptRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
     """What does not change while passes have the same requests. `max_length`: of the longest one, prompt and
-    answer together; `filters` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or needs
-    log-probabilities of its prompt. `takes_drafts`: not all take one token per pass."""
+    answer together; `filters`, `changes` and `num_top`: as in `Batch`. `is_plain`: none has a grammar or
+    needs log-probabilities of its prompt. `takes_drafts`: not all take one token per pass."""
 
     lanes: list[int]
     max_length: int
     filters: bool
+    changes: bool
     num_top: int | None
     is_plain: bool
     takes_drafts: bool
@@ -206,6 +207,7 @@ class Members:
             lanes=[lane_of(request) for request in requests],
             max_length=max(request.max_length for request in requests),
             filters=any(request.params.has_filters for request in requests),
+            changes=any(request.params.changes for request in requests),
             num_top=max((number for number in wanted if number is not None), default=None),
             is_plain=all(one.grammar is None and one.params.prompt_logprobs is None for one in requests),
             takes_drafts=not all(request.params.is_single for request in requests),
@@ -291,6 +293,7 @@ class Schedule:
             max_rows=num_rows(self.mode, members.max_length),
             num_rows=None,
             filters=members.filters,
+            changes=members.changes,
             mode=self.mode,
             num_top=members.num_top,
             decides=not self.grammars,
@@ -349,9 +352,10 @@ class Batch:
     Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens that are computed after the
     pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay out in all, padding
     included; None: exactly those that are fed, which the host has to wait for. `filters`: whether top-k,
-    top-p or min-p is used. `num_top`: most likely tokens to report for every token; None: no
-    log-probabilities. `grammars`: `masks.PassGrammars`, or None; `decides`: none masks the logits of
-    the pass, nor will. `payload`: `BlockLimits`, `CanvasLimits`, or None."""
+    top-p or min-p is used. `changes`: whether a request has `contracts.CHANGES`. `num_top`: most likely
+    tokens to report for every token; None: no log-probabilities. `grammars`: `masks.PassGrammars`, or None;
+    `decides`: none masks the logits of the pass, nor will. `payload`: `BlockLimits`, `CanvasLimits`, or
+    None."""
 
     lanes_B: Tensor
     num_feed_B: Tensor
@@ -361,6 +365,7 @@ class Batch:
     max_rows: int
     num_rows: int | None
     filters: bool
+    changes: bool = False
     mode: int = 0
     num_top: int | None = None
     grammars: Any = None

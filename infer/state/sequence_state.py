@@ -15,6 +15,7 @@ from torch import Tensor
 
 from idlm.infer.request import Request
 from idlm.infer.state.batch import lane_of, set_lanes, to_device
+from idlm.infer.state.logit_changes import LogitChanges
 from idlm.kernels.sampling import Probs, row_probs, uniforms
 from idlm.kernels.step_rows import Lanes, Noise, commit
 
@@ -38,6 +39,7 @@ class SequenceState:
         self.seeds_Z, self.samples_Z, self.steps_Z, self.top_k_Z = ints(), ints(), ints(), ints()
         self.temperature_Z, self.top_p_Z = floats(1), floats(1)
         self.min_p_Z, self.tau_Z = floats(0), floats(0)
+        self.changes = LogitChanges(num_lanes, max_length + 1, device)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Put requests on their lanes, of which it overwrites every field."""
@@ -59,6 +61,7 @@ class SequenceState:
             (self.min_p_Z, [request.params.min_p for request in requests]),
             (self.tau_Z, [request.params.tau for request in requests]),
         )
+        self.changes.admit(requests)
 
     def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:
         """The tensors that planning and committing use, with a decoder's drafts."""

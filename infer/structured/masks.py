@@ -24,7 +24,7 @@ from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
 class PassGrammars:
     """The grammars of the sequences that a pass decodes: followers by position in the batch, and lanes.
-    `greedy`: numbers of greedy ones. `index_M`: the positions on the device, after `masked`."""
+    `greedy`: numbers of greedy ones. `index_M`: the positions on the device, after `mask`."""
 
     index_M: Tensor
 
@@ -63,11 +63,9 @@ class PassGrammars:
         return bits_MAW
 
     @torch.inference_mode()
-    def masked(
-        self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None, *, copies: bool
-    ) -> Tensor:
-        """`logits_XV` (a copy if `copies`) with -inf for tokens that cannot follow, in the first A of
-        the X / B rows of each sequence with a grammar. The tested drafts in `store` lose the same tokens."""
+    def mask(self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None) -> None:
+        """Write -inf for tokens that cannot follow into the first A of the X / B rows of each sequence with a
+        grammar. The tested drafts in `store` lose the same tokens."""
         device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
         width = len(logits_XV) // num_sequences
         depths = range(min(1 + num_drafts, width))
@@ -84,10 +82,7 @@ class PassGrammars:
         self.index_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
         if store is not None and num_drafts:
             restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
-        if copies:
-            logits_XV = logits_XV.clone()
         logits_XV[rows_Y] = allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
-        return logits_XV
 
     def start_readback(
         self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None

@@ -77,7 +77,7 @@ def build_engine(directory: Path, decoder: str, *, num_lanes: int = NUM_LANES, *
 
 
 @functools.cache
-def _logits(directory: Path, prompt: tuple[int, ...]) -> tuple[Tensor, ...]:
+def toy_logits(directory: Path, prompt: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Per depth t the logits [V^t, V] (fp64) of token t after every continuation of t tokens."""
     import transformers
 
@@ -107,7 +107,7 @@ def warped(logits_XV: Tensor, params: SamplingParams) -> Tensor:
 def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Joint AR law [V^4] of response tokens 0..3 and of tokens 4..7, by enumeration of all V^8 responses."""
     joint = torch.ones(1, dtype=torch.float64)
-    for logits_XV in _logits(directory, prompt):
+    for logits_XV in toy_logits(directory, prompt):
         joint = (joint[:, None] * warped(logits_XV, params)).flatten()
     cells = VOCAB**WINDOW
     joint = joint.view(cells, cells)

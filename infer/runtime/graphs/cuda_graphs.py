@@ -177,11 +177,11 @@ class StaticStep:
         maximum = math.inf if self._has_blocks else max(self.eager_rows, MAX_PADDING * shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= maximum]
         if not self.is_warm:
-            sampled = shape.filters, shape.num_top
-            fitting = [each for each in fitting if (each.filters, each.num_top) == sampled]
+            sampled = shape.filters, shape.changes, shape.num_top
+            fitting = [each for each in fitting if (each.filters, each.changes, each.num_top) == sampled]
 
         def cost(each: PassShape) -> tuple[float, ...]:
-            return each.filters, each.weight, each.max_known
+            return each.changes, each.filters, each.weight, each.max_known
 
         return min(fitting, key=cost, default=None)
 
@@ -237,6 +237,7 @@ class StaticStep:
             max_rows=shape.max_rows,
             num_rows=shape.num_rows + shape.num_prompt_rows,
             filters=shape.filters,
+            changes=shape.changes,
             mode=shape.mode,
             num_top=shape.num_top,
             decides=shape.decides,

@@ -59,7 +59,7 @@ NO_LIMITS = BlockLimits()
 FEW_ROWS = 512
 FEW_LAYERS = 16
 """A row of the first layers only, or of the head only, costs one part in this many of another row."""
-BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top")
+BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "changes", "num_top")
 """Fields of `PassShape` that a pass may have less of."""
 
 
@@ -78,6 +78,7 @@ class PassShape:
     max_known: int
     filters: bool
     num_top: int | None
+    changes: bool = False
     payload: BlockLimits | CanvasLimits | None = None
     decides: bool = True
 
@@ -102,14 +103,14 @@ class PassShape:
 
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
-        after = () if self.decides else ("filters", "num_top")
+        after = () if self.decides else ("filters", "changes", "num_top")
         names = [name for name in self.__slots__ if name not in after]
         return all(_holds(name, getattr(self, name), getattr(other, name)) for name in names)
 
 
 def _holds(name: str, mine: Any, needed: Any) -> bool:
-    """The same of one field. Filters leave requests without any as they are, and more log-probabilities can
-    be reported than are read."""
+    """The same of one field. Filters and changes of logits leave requests without any as they are, and more
+    log-probabilities can be reported than are read."""
     is_bound = name in BOUNDS or isinstance(mine, BlockLimits)
     return mine == needed or (is_bound and mine is not None and needed is not None and mine >= needed)
 
@@ -165,6 +166,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         max_known=slots_bucket(max(schedule.num_known)),
         filters=schedule.members.filters,
         num_top=schedule.members.num_top,
+        changes=schedule.members.changes,
         payload=payload,
         decides=not schedule.grammars,
     )

@@ -97,7 +97,8 @@ class WarmUpShapes:
         """Decoding passes that between them need all kernels."""
         context, modes = self._contexts()[0], range(len(self.decoder.modes))
         sizes = self._main_sizes()
-        return [self.shape(mode, size, context, filters=size == 1) for mode in modes for size in sizes]
+        shapes = [self.shape(mode, size, context, filters=size == 1) for mode in modes for size in sizes]
+        return [replace(shape, changes=shape.filters) for shape in shapes]
 
     def timed(self) -> dict[tuple[int, int], PassShape]:
         """Decoding passes by mode and number of sequences, from whose times those of all follow."""

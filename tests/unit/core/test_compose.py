@@ -285,9 +285,9 @@ def misspell(key: str, rng: random.Random) -> str:
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("sampling.frequency_penalty", "penalties"),
+        ("sampling.length_penalty", "penalties of length"),
         ("best_of", "beam search"),
-        ("sampling.logit-bias", "bans and biases of tokens"),
+        ("sampling.bad-words", "bans of tokens"),
         ("n_gpu_layers", "offloading to the host"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from idlm.contracts import SamplingParams
+from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
@@ -92,6 +92,23 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("decoder_options", None),
         ("decoder_options", {1: 0.5}),
         ("decoder_options", {"": 0.5}),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {5: -100.5}),
+        ("logit_bias", {-5: 1.0}),
+        ("logit_bias", {"five": 1.0}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", [5, 6]),
+        ("logit_bias", None),
+        ("no_repeat_ngram_size", -1),
+        ("no_repeat_ngram_size", 1.5),
+        ("min_tokens", -1),
+        ("min_tokens", True),
     ],
 )
 def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> None:
@@ -99,6 +116,20 @@ def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> Non
     assert error.code == "IDLM-0401"
     assert f"{field}=" in error.message
     assert repr(value) in error.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logit_bias": dict.fromkeys(range(1025), 0.5)},
+        {"no_repeat_ngram_size": 2, "constraint": Constraint(kind="json_object")},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_changes_of_logits_that_do_not_fit_the_others_are_refused(given: dict[str, Any]) -> None:
+    error = _refusal(SamplingParams, **given)
+    assert error.code == "IDLM-0401" and f"{next(iter(given))}=" in error.message
 
 
 def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
@@ -111,6 +142,9 @@ def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
     options["threshold"] = 0.6
     assert params.decoder_options == {"threshold": 0.5}
     assert hash(params) == hash(SamplingParams(decoder_options={"threshold": 0.5}))
+    assert SamplingParams(logit_bias={"5": 1, 7: -100.0}).logit_bias == {5: 1, 7: -100.0}  # type: ignore[dict-item]
+    assert SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3).changes
+    assert not SamplingParams(logit_bias={}, repetition_penalty=1, presence_penalty=0).changes
     assert SamplingParams(stop=None, stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
