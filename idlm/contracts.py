@@ -5,6 +5,7 @@ This file imports neither torch nor numpy: the command lines import it before th
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +22,7 @@ MAX_LOGPROBS = 1024
 """Largest `logprobs`: each step copies this many alternatives per row to the host."""
 
 
+DECIMAL = re.compile("[0-9]{1,18}")
 MAX_BIASES, MAX_BIAS = 1024, 100
 """Most entries of `logit_bias`, and its largest value."""
 CHANGES: dict[str, Any] = {
@@ -206,13 +208,13 @@ class SamplingParams:
 
     def _change_checks(self) -> tuple[tuple[str, bool, str], ...]:
         """The same of what changes logits."""
-        biases, most = self.logit_bias, LARGEST_NUMBER
+        biases, longest = self.logit_bias, LARGEST_NUMBER
         if is_integer(self.max_tokens, 0):
-            most = self.max_tokens
+            longest = self.max_tokens
         is_bias = isinstance(biases, dict) and all(
             is_integer(token, 0) and is_number(bias, -MAX_BIAS, MAX_BIAS) for token, bias in biases.items()
         )
-        is_least = is_integer(self.min_tokens, 0, most)
+        is_least = is_integer(self.min_tokens, 0, longest)
         bias_rule = f"numbers in [-{MAX_BIAS}, {MAX_BIAS}] by token id, at most {MAX_BIASES} of them"
         ngram_rule = "an integer >= 0 (0 is off)"
         if self.constraint is not None:
@@ -247,7 +249,7 @@ def _by_token(biases: Any) -> Any:
     if not isinstance(biases, Mapping):
         return biases
     keys = [plain_value(key) for key in biases]
-    ids = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in keys]
+    ids = [int(key) if isinstance(key, str) and DECIMAL.fullmatch(key) else key for key in keys]
     return dict(zip(ids, map(plain_value, biases.values()), strict=True))
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode [loads=1x1024,64x1024,32x8192]
         [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [draft_input=mask|uniform]
+        [penalties=true]
         [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
         [least=256] [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
@@ -9,10 +10,10 @@
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
 every sequence in mid-answer. A load is so many sequences by the tokens of their contexts, an arm
 STRATEGY/STRIDE; without `arms` those run that can be best (`ARMS`). `adapters`: ranks of a gated adapter on
-MASK rows, 0 for none. Traces, the same in all arms, replace the verdicts on drafts (decoding/replay.py), one
-after the other in the rounds. A pass takes as long whatever it accepts; so its tokens are those that the
-strategy expects at the trace's acceptance, which `tokens_per_forward` compares with the replayed ones. It
-needs a GPU.
+MASK rows, 0 for none. `penalties`: also arms whose requests have penalties, without an adapter. Traces, the
+same in all arms, replace the verdicts on drafts (decoding/replay.py), one after the other in the rounds. A
+pass takes as long whatever it accepts; so its tokens are those that the strategy expects at the trace's
+acceptance, which `tokens_per_forward` compares with the replayed ones. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 "
     "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
-    "parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 least=256 "
-    "record=true mismatches= base= num=200 length=512"
+    "penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 "
+    "least=256 record=true mismatches= base= num=200 length=512"
 )
 ARMS = {
     ("branch_3", 8): (1, 4),
@@ -237,12 +238,13 @@ def sweep(bench: Bench) -> None:
         references = [measured.ar for measured in found if measured.ar is not None]
         for measured in [*references[:1], *found]:
             _note(bench, measured)
-        plain = {measured.arm.name: measured for measured in found if not measured.arm.adapter}
+        plain = {measured.arm.name: measured for measured in found}
         for measured in found:
-            same = plain.get(measured.arm.name.partition(" ")[0])
-            if measured.arm.adapter and same is not None:
-                ratio = measured.step_ms() / same.step_ms()
-                bench.add(_case(bench, measured), "adapter_over_plain_step", ratio, "x")
+            name, _, variant = measured.arm.name.partition(" ")
+            if variant and name in plain:
+                ratio = measured.step_ms() / plain[name].step_ms()
+                kind = "penalties" if measured.arm.penalised else "adapter"
+                bench.add(_case(bench, measured), f"{kind}_over_plain_step", ratio, "x")
 
 
 def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
@@ -255,6 +257,8 @@ def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
         arm = Arm(name=name, strategy="cold" if adaptive else strategy, stride=stride, adaptive=adaptive)
         for rank in bench.numbers("adapters"):
             arms.append(replace(arm, name=f"{name} rank {rank}", adapter=rank) if rank else arm)
+        if bench.options["penalties"] == "true":
+            arms.append(replace(arm, name=f"{name} penalised", penalised=True))
     return arms
 
 
@@ -262,7 +266,8 @@ def _case(bench: Bench, measured: Measured) -> dict[str, Any]:
     arm, load = measured.arm, measured.load
     case: dict[str, Any] = {"concurrency": load.concurrency, "context": load.context}
     case |= {"strategy": arm.shown_strategy, "stride": arm.stride}
-    return case | {"adapter": arm.adapter, "draft_input": bench.model.semantics.draft_input}
+    case |= {"adapter": arm.adapter, "draft_input": bench.model.semantics.draft_input}
+    return case | ({"penalties": True} if arm.penalised else {})
 
 
 def _note(bench: Bench, measured: Measured) -> None:

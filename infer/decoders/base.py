@@ -308,7 +308,7 @@ def changed_logits(
         rows_X = plan.logit_rows_X
         rows = ChangedRows(
             lanes_X=lanes_X,
-            # A row sees as many known tokens and drafts as its limit says; a prompt's sees fewer than all.
+            # A row sees known tokens and drafts up to its limit; a prompt's row sees not all known ones.
             num_drafts_X=plan.limits_R[rows_X] - table.num_known_Z[lanes_X],
             positions_X=plan.positions_R[rows_X] + 1,
         )

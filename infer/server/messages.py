@@ -112,7 +112,9 @@ def unpacker() -> msgpack.Unpacker:
 def params_message(params: SamplingParams) -> Message:
     # Not `asdict`, whose copies of every field take ten times as long.
     message = {name: getattr(params, name) for name in params.__dataclass_fields__}
-    return message | {"constraint": params.constraint and dataclasses.asdict(params.constraint)}
+    biases = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    constraint = params.constraint and dataclasses.asdict(params.constraint)
+    return message | {"logit_bias": biases, "constraint": constraint}
 
 
 def error_message(error: UserError) -> Message:

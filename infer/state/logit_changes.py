@@ -75,12 +75,12 @@ class LogitChanges:
         num_prompts = [len(request.prompt_ids) for request in requests]
         listed = [_listed(request.params, request.stop_ids) for request in requests]
         penalties = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
-        least = [num + one.min_tokens for num, one in zip(num_prompts, params, strict=True)]
+        free_from = [num + one.min_tokens for num, one in zip(num_prompts, params, strict=True)]
         set_lanes(
             lanes_B,
             (lanes.penalties_Z3, penalties),
             (lanes.ngram_Z, [one.no_repeat_ngram_size for one in params]),
-            (lanes.free_from_Z, least),
+            (lanes.free_from_Z, free_from),
             (lanes.num_prompt_Z, num_prompts),
             (lanes.num_listed_Z, list(map(len, listed))),
         )

@@ -1,7 +1,7 @@
 """Penalties, biases and bans of rows of logits, in place: plain torch on a CPU, two launches on a GPU.
 
-Contract in README.md. Z lanes, L columns of the token table, B sequences, X rows, x rows that change, V
-vocabulary, K entries of a list, N drafts, H tokens of the longest history."""
+Contract in README.md. Z lanes, L columns of the token table, B sequences, X rows, M rows that change, I of
+these, V vocabulary, K entries of a list, N drafts, H tokens of the longest history, W runs of S tokens."""
 
 from __future__ import annotations
 
@@ -67,74 +67,74 @@ def _plain(
     """The same without counts: every row looks at all tokens before it."""
     # Of an answer that went past its end the last tokens are not in the table.
     known = known._replace(num_known_Z=known.num_known_Z.clamp(max=known.tokens_ZL.shape[1] - 1))
-    x = torch.nonzero(lanes.is_active_Z[rows.lanes_X] & (rows.num_drafts_X >= 0))[:, 0]
-    if not len(x):
+    changing = torch.nonzero(lanes.is_active_Z[rows.lanes_X] & (rows.num_drafts_X >= 0))[:, 0]
+    if not len(changing):
         return
-    lanes_x, num_drafts_x, positions_x, own_x = (None if each is None else each[x] for each in rows)
-    assert lanes_x is not None and num_drafts_x is not None and positions_x is not None
-    history_xH, is_answer_xH = _histories(lanes, known, lanes_x, num_drafts_x, own_x)
-    values_xV, dtype = logits_XV[x].float(), logits_XV.dtype
-    num_tokens, num_listed_x = values_xV.shape[1], lanes.num_listed_Z[lanes_x]
-    width = int(num_listed_x.max())
-    is_listed_xK = torch.arange(width) < num_listed_x[:, None]
-    ids_xK = lanes.listed_ids_ZK[lanes_x, :width].where(is_listed_xK, num_tokens)
-    bias_xV = values_xV.new_zeros(len(x), num_tokens + 1)
-    bias_xV.scatter_(1, ids_xK, lanes.biases_ZK[lanes_x, :width])
-    values_xV = (values_xV + bias_xV[:, :-1]).to(dtype).float()
-    values_xV = _penalised(values_xV, lanes.penalties_Z3[lanes_x], history_xH, is_answer_xH)
-    is_early_x = positions_x < lanes.free_from_Z[lanes_x]
-    stops_xK = ids_xK.where(lanes.is_stop_ZK[lanes_x, :width] & is_early_x[:, None], num_tokens)
-    is_closed_xV = torch.zeros(len(x), num_tokens + 1, dtype=torch.bool).scatter_(1, stops_xK, True)
-    ends_x, ngram_x = known.num_known_Z[lanes_x] + num_drafts_x, lanes.ngram_Z[lanes_x]
-    for size in set(ngram_x.tolist()) - {0}:
-        y = torch.nonzero((ngram_x == size) & (positions_x == ends_x))[:, 0]
-        is_closed_xV[y] |= _repeating(history_xH[y], ends_x[y], size, num_tokens)
-    logits_XV[x] = values_xV.masked_fill(is_closed_xV[:, :-1], -torch.inf).to(dtype)
+    lanes_M, num_drafts_M, positions_M, own_M = (None if each is None else each[changing] for each in rows)
+    assert lanes_M is not None and num_drafts_M is not None and positions_M is not None
+    history_MH, is_answer_MH = _histories(lanes, known, lanes_M, num_drafts_M, own_M)
+    values_MV, dtype = logits_XV[changing].float(), logits_XV.dtype
+    num_tokens, num_listed_M = values_MV.shape[1], lanes.num_listed_Z[lanes_M]
+    width = int(num_listed_M.max())
+    is_listed_MK = torch.arange(width) < num_listed_M[:, None]
+    ids_MK = lanes.listed_ids_ZK[lanes_M, :width].where(is_listed_MK, num_tokens)
+    bias_MV = values_MV.new_zeros(len(changing), num_tokens + 1)
+    bias_MV.scatter_(1, ids_MK, lanes.biases_ZK[lanes_M, :width])
+    values_MV = (values_MV + bias_MV[:, :-1]).to(dtype).float()
+    values_MV = _penalised(values_MV, lanes.penalties_Z3[lanes_M], history_MH, is_answer_MH)
+    is_early_M = positions_M < lanes.free_from_Z[lanes_M]
+    stops_MK = ids_MK.where(lanes.is_stop_ZK[lanes_M, :width] & is_early_M[:, None], num_tokens)
+    is_closed_MV = torch.zeros(len(changing), num_tokens + 1, dtype=torch.bool).scatter_(1, stops_MK, True)
+    ends_M, ngram_M = known.num_known_Z[lanes_M] + num_drafts_M, lanes.ngram_Z[lanes_M]
+    for size in set(ngram_M.tolist()) - {0}:
+        banning = torch.nonzero((ngram_M == size) & (positions_M == ends_M))[:, 0]
+        is_closed_MV[banning] |= _repeating(history_MH[banning], ends_M[banning], size, num_tokens)
+    logits_XV[changing] = values_MV.masked_fill(is_closed_MV[:, :-1], -torch.inf).to(dtype)
 
 
 def _histories(
-    lanes: ChangeLanes, known: KnownTokens, lanes_x: Tensor, num_drafts_x: Tensor, own_x: Tensor | None
+    lanes: ChangeLanes, known: KnownTokens, lanes_M: Tensor, num_drafts_M: Tensor, own_M: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens before each row [x, H] and whether they are of the answer; `ABSENT` beside them."""
-    num_known_x = known.num_known_Z[lanes_x]
+    """Tokens before each row [M, H], or `ABSENT`, and whether they are the answer's."""
+    num_known_M = known.num_known_Z[lanes_M]
     drafts_ZN = known.tokens_ZL[:, :0] if known.drafts_ZN is None else known.drafts_ZN
-    width = int(num_known_x.max())
+    width = int(num_known_M.max())
     columns = torch.arange(width + drafts_ZN.shape[1])
-    tokens_xW = known.tokens_ZL[lanes_x, :width]
-    tokens_xW = tokens_xW.where(columns[:width] < num_known_x[:, None], ABSENT)
+    tokens_MH = known.tokens_ZL[lanes_M, :width]
+    tokens_MH = tokens_MH.where(columns[:width] < num_known_M[:, None], ABSENT)
     index_N = torch.arange(drafts_ZN.shape[1])
-    is_draft_xN = index_N < num_drafts_x[:, None]
-    if own_x is not None:
-        is_draft_xN = is_draft_xN & (index_N != own_x[:, None])
-    history_xH = torch.cat((tokens_xW, drafts_ZN[lanes_x].where(is_draft_xN, ABSENT)), dim=1)
+    is_draft_MN = index_N < num_drafts_M[:, None]
+    if own_M is not None:
+        is_draft_MN = is_draft_MN & (index_N != own_M[:, None])
+    history_MH = torch.cat((tokens_MH, drafts_ZN[lanes_M].where(is_draft_MN, ABSENT)), dim=1)
     # Each history without a gap between known tokens and drafts.
-    from_x1 = (columns - num_known_x[:, None]).clamp(min=0) + width
-    from_xH = torch.where(columns < num_known_x[:, None], columns, from_x1)
-    padded_xH = torch.nn.functional.pad(history_xH, (0, 1), value=ABSENT)
-    history_xH = padded_xH.gather(1, from_xH.clamp(max=len(columns)))
-    return history_xH, columns >= lanes.num_prompt_Z[lanes_x, None]
+    from_M1 = (columns - num_known_M[:, None]).clamp(min=0) + width
+    from_MH = torch.where(columns < num_known_M[:, None], columns, from_M1)
+    padded_MH = torch.nn.functional.pad(history_MH, (0, 1), value=ABSENT)
+    history_MH = padded_MH.gather(1, from_MH.clamp(max=len(columns)))
+    return history_MH, columns >= lanes.num_prompt_Z[lanes_M, None]
 
 
-def _penalised(values_xV: Tensor, penalties_x3: Tensor, history_xH: Tensor, is_answer_xH: Tensor) -> Tensor:
-    num_tokens = values_xV.shape[1]
-    ids_xH = history_xH.where(history_xH != ABSENT, num_tokens)
-    seen_xV = torch.zeros(len(ids_xH), num_tokens + 1).scatter_(1, ids_xH, 1.0)[:, :-1] > 0
-    count_xV = torch.zeros(len(ids_xH), num_tokens + 1).scatter_add_(1, ids_xH, is_answer_xH.float())[:, :-1]
-    repetition, presence, frequency = (penalties_x3[:, [at]] for at in (REPETITION, PRESENCE, FREQUENCY))
-    repeated_xV = torch.where(values_xV > 0, values_xV / repetition, values_xV * repetition)
-    values_xV = torch.where(seen_xV, repeated_xV, values_xV)
+def _penalised(values_MV: Tensor, penalties_M3: Tensor, history_MH: Tensor, is_answer_MH: Tensor) -> Tensor:
+    num_tokens = values_MV.shape[1]
+    ids_MH = history_MH.where(history_MH != ABSENT, num_tokens)
+    seen_MV = torch.zeros(len(ids_MH), num_tokens + 1).scatter_(1, ids_MH, 1.0)[:, :-1] > 0
+    count_MV = torch.zeros(len(ids_MH), num_tokens + 1).scatter_add_(1, ids_MH, is_answer_MH.float())[:, :-1]
+    repetition, presence, frequency = (penalties_M3[:, [at]] for at in (REPETITION, PRESENCE, FREQUENCY))
+    repeated_MV = torch.where(values_MV > 0, values_MV / repetition, values_MV * repetition)
+    values_MV = torch.where(seen_MV, repeated_MV, values_MV)
     # A product of infinity and zero is NaN.
-    return torch.where(count_xV > 0, values_xV - frequency * count_xV - presence, values_xV)
+    return torch.where(count_MV > 0, values_MV - frequency * count_MV - presence, values_MV)
 
 
-def _repeating(history_yH: Tensor, ends_y: Tensor, size: int, num_tokens: int) -> Tensor:
-    """Tokens, bool [y, V + 1], that end a run of `size` tokens which histories of `ends_y` tokens have."""
-    is_banned_yV = torch.zeros(len(history_yH), num_tokens + 1, dtype=torch.bool)
-    if history_yH.shape[1] < size or not len(history_yH):
-        return is_banned_yV
-    starts_y1 = (ends_y - size + 1)[:, None]
-    last_yS = history_yH.gather(1, (starts_y1 + torch.arange(size - 1)).clamp(min=0))
-    runs_yWS = history_yH.unfold(1, size, 1)
-    is_same_yW = (runs_yWS[..., :-1] == last_yS[:, None]).all(-1)
-    is_same_yW &= torch.arange(runs_yWS.shape[1]) < starts_y1
-    return is_banned_yV.scatter_(1, runs_yWS[..., -1].where(is_same_yW, num_tokens), True)
+def _repeating(history_IH: Tensor, ends_I: Tensor, size: int, num_tokens: int) -> Tensor:
+    """Tokens, bool [I, V + 1], that end a run of `size` tokens which histories of `ends_I` tokens have."""
+    is_banned_IV = torch.zeros(len(history_IH), num_tokens + 1, dtype=torch.bool)
+    if history_IH.shape[1] < size or not len(history_IH):
+        return is_banned_IV
+    starts_I1 = (ends_I - size + 1)[:, None]
+    last_IS = history_IH.gather(1, (starts_I1 + torch.arange(size - 1)).clamp(min=0))
+    runs_IWS = history_IH.unfold(1, size, 1)
+    is_same_IW = (runs_IWS[..., :-1] == last_IS[:, None]).all(-1)
+    is_same_IW &= torch.arange(runs_IWS.shape[1]) < starts_I1
+    return is_banned_IV.scatter_(1, runs_IWS[..., -1].where(is_same_IW, num_tokens), True)

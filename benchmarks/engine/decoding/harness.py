@@ -37,6 +37,7 @@ SETTLING_PASSES, MAX_TURNS = 50, 4
 MEMORY_TOKENS = 160
 """Further tokens of a sequence than those of a round, for memory."""
 SHARE_OF_MEMORY = 0.9
+PENALTIES = {"presence_penalty": 1.5, "repetition_penalty": 1.05}
 SAMPLING = {
     "greedy": SamplingParams(temperature=0),
     "T1": SamplingParams(temperature=1),
@@ -90,6 +91,8 @@ class Arm:
     num_inflight_steps: int = NUM_INFLIGHT_STEPS
     deterministic: bool = False
     warmup: Literal["auto", "full", "off"] = "off"
+    penalised: bool = False
+    """Whether requests have `PENALTIES`."""
     selector: bool = False
     """Whether drafts come from a path selector of random weights."""
 
@@ -225,6 +228,8 @@ class SteadyEngine:
     def start_requests(self, *, max_tokens: int = 1 << 20) -> None:
         """Add all requests, with contexts that count as computed."""
         params = replace(self.load.sampling, max_tokens=max_tokens, ignore_eos=True, seed=self._num_rounds)
+        if self.arm.penalised:
+            params = replace(params, **PENALTIES)
         kv_policy = self.engine.decoder.kv_policy
         for number, prompt in enumerate(self._prompts):
             self.engine.add_request(name := f"{self._num_rounds}-{number}", prompt, params)

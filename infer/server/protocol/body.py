@@ -26,15 +26,10 @@ IGNORED = frozenset(
 )
 """Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
     "functions": ([],),
     "verbosity": ("medium",),
     "echo": (False,),

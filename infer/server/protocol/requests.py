@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from idlm.contracts import Constraint, ConstraintKind, SamplingParams
+from idlm.contracts import CHANGES, MAX_BIAS, Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
@@ -27,6 +27,10 @@ Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = dict[
+    Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+]
 DecoderOptions = Annotated[dict[Unicode, bool | Integer | Number | Unicode | None], Field(max_length=32)]
 
 OTHER_PARTS = {
@@ -141,6 +145,12 @@ class SamplingFields(ConstraintFields):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: Biases | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     decoder_options: DecoderOptions | None = None
@@ -167,7 +177,8 @@ class SamplingFields(ConstraintFields):
         """The sampling settings: those `given`, then fields, then `defaults`; seed=-1 is a random one. Raises
         UserError IDLM-0401."""
         names = ("n", "temperature", "top_p", "seed", "min_p", "tau", "ignore_eos", "prompt_logprobs")
-        given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")} | given
+        names = (*names, *CHANGES, "stop_token_ids", "decoder_options")
+        given = {name: getattr(self, name) for name in names} | given
         given["stop"] = None if self.stop == "" else self.stop
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k

@@ -129,9 +129,9 @@ def test_an_answer_is_the_engines(runner: asyncio.Runner, backend: Backend) -> N
     ("settings", "field"),
     [
         ({"n": 2}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"min_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
     ],
 )
 def test_what_the_engine_cannot_honour_is_refused(
@@ -204,7 +204,7 @@ def test_dynamo_serves_two_workers(tmp_path: Path) -> None:
         with client.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]" and len(lines) > 2
-        refused = client.client.post("/v1/chat/completions", json=body | {"frequency_penalty": 0.5})
+        refused = client.client.post("/v1/chat/completions", json=body | {"frequency_penalty": 2.5})
         assert refused.status_code == 400 and "frequency_penalty" in refused.text
         workers[0].send_signal(signal.SIGTERM)
         assert workers[0].wait(PATIENCE) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.cases.logit_changes import check_passes
+from tests.kernels.drafts.changed_rows import check_passes
 
 
 @pytest.mark.sweep_but(2)

@@ -15,9 +15,10 @@ TINY_AR = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
 TINY = "model=tiny device=cpu dtype=float32 "
 RUNS = {
     "engine.decode": (
-        TINY + "loads=2x24 tokens=12 least=12 arms=cold/4,adaptive/4 parts=sweep,deterministic",
+        TINY + "loads=2x24 tokens=12 least=12 arms=cold/4,adaptive/4 parts=sweep,deterministic "
+        "penalties=true",
         {"step_ms", "isd_over_ar", "adapter_over_plain_step", "tokens_per_forward"}
-        | {"deterministic_over_plain_step"},
+        | {"deterministic_over_plain_step", "penalties_over_plain_step"},
     ),
     "engine.block": (
         TINY + "block=8 context=16 rounds=1 passes=6 blocks=2 traces=p0.53 batch=1,3",

@@ -63,18 +63,21 @@ class Passes:
         kept = {name: value for name, value in some.items() if draw.random() < 0.6}
         return SamplingParams(max_tokens=100, **kept)
 
-    def advance(self) -> None:
-        """Tokens of every answer, as many as a pass emits at most, and a new request on one lane."""
+    def emit(self) -> None:
+        """Add tokens to every answer, as many as a pass emits at most."""
         draw = self.draw
         for request in self.requests:
             known, count = request.all_known_ids, draw.randrange(self.num_drafts + 2)
             request.token_ids += draw.choices([*known, draw.randrange(VOCAB)], k=count)
             request.num_known += count
-        lane = draw.randrange(LANES)
+
+    def admit(self) -> None:
+        """Put a new request on one lane."""
+        lane = self.draw.randrange(LANES)
         self.requests[lane] = self._request(lane)
         self.changes.admit([self.requests[lane]])
 
-    def _known(self, drafts: Sequence[Sequence[int]]) -> KnownTokens:
+    def known(self, drafts: Sequence[Sequence[int]]) -> KnownTokens:
         tokens_ZL = torch.zeros(LANES + 1, MAX_LENGTH + 1, dtype=torch.int64)
         for lane, request in enumerate(self.requests):
             tokens_ZL[lane, : request.num_known] = torch.tensor(request.all_known_ids)
@@ -91,7 +94,7 @@ class Passes:
         rows = [(lane, count) for lane in range(LANES) for count in range(-1, num_drafts + 1)]
         rows = [*draw.sample(rows, len(rows)), (LANES, 0)]
         own = [draw.randrange(num_drafts) if self.has_holes else ABSENT for _ in rows]
-        known = self._known(drafts)
+        known = self.known(drafts)
         ends = [int(known.num_known_Z[lane]) + count for lane, count in rows]
         positions = [end + draw.choice([0, 0, 1, 30]) for end in ends]
         logits_XV = 4 * torch.randn(len(rows), VOCAB, generator=torch.manual_seed(draw.randrange(1 << 30)))
@@ -139,4 +142,5 @@ def check_passes(seed: int, device: str, *, num_drafts: int, has_holes: bool = F
     passes = Passes(seed, device, num_drafts=num_drafts, has_holes=has_holes)
     for _ in range(3):
         passes.check()
-        passes.advance()
+        passes.emit()
+        passes.admit()

@@ -2,7 +2,7 @@
 
 By default few draws of one strategy and two faults; the others:
 
-    .venv/bin/python -m pytest tests/law/test_changes_law.py -m "sweep or not sweep"
+    .venv/bin/python -m pytest tests/law/changes/test_changes_law.py -m "sweep or not sweep"
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from idlm.semantics import Semantics
-from tests.law.changes import SETTINGS, exact_law, fits
+from tests.law.changes.law import SETTINGS, exact_law, fits
 from tests.law.harness import NUM_TOKENS, VOCAB, build_engine, misfits, sample
 
 LEVEL = 1e-6 / 512
