@@ -5,7 +5,7 @@
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make wheel  a wheel in dist/, which is installed into a new environment and run there
 #   make docs   the documentation as a site, in site/
-#   make gpu-test PART=engine|block|kernels|ranks   the tests of tests/gpu, on a machine with a GPU
+#   make gpu-test PART=engine|block|changes|kernels|ranks  the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3
@@ -75,7 +75,7 @@ test-all: test $(VENV)/.sweep-$(KEY)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
-	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block, PART=kernels or PART=ranks"; exit 1; }
+	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block, PART=changes, PART=kernels or PART=ranks"; exit 1; }
 	$(PYTHON) -m pytest -m "gpu and alone" tests/gpu/$(PART) || test $$? -eq 5
 	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
 

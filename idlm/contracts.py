@@ -208,9 +208,8 @@ class SamplingParams:
 
     def _change_checks(self) -> tuple[tuple[str, bool, str], ...]:
         """The same of what changes logits."""
-        biases, longest = self.logit_bias, LARGEST_NUMBER
-        if is_integer(self.max_tokens, 0):
-            longest = self.max_tokens
+        biases = self.logit_bias
+        longest = self.max_tokens if isinstance(self.max_tokens, int) else LARGEST_NUMBER
         is_bias = isinstance(biases, dict) and all(
             is_integer(token, 0) and is_number(bias, -MAX_BIAS, MAX_BIAS) for token, bias in biases.items()
         )

@@ -49,8 +49,8 @@ STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 "
     "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
-    "penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 tokens=48 "
-    "least=256 record=true mismatches= base= num=200 length=512"
+    "penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 "
+    "tokens=48 least=256 record=true mismatches= base= num=200 length=512"
 )
 ARMS = {
     ("branch_3", 8): (1, 4),

@@ -37,7 +37,7 @@ SETTLING_PASSES, MAX_TURNS = 50, 4
 MEMORY_TOKENS = 160
 """Further tokens of a sequence than those of a round, for memory."""
 SHARE_OF_MEMORY = 0.9
-PENALTIES = {"presence_penalty": 1.5, "repetition_penalty": 1.05}
+PENALTIES: dict[str, Any] = {"presence_penalty": 1.5, "repetition_penalty": 1.05}
 SAMPLING = {
     "greedy": SamplingParams(temperature=0),
     "T1": SamplingParams(temperature=1),

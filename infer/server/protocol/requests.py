@@ -177,8 +177,8 @@ class SamplingFields(ConstraintFields):
         """The sampling settings: those `given`, then fields, then `defaults`; seed=-1 is a random one. Raises
         UserError IDLM-0401."""
         names = ("n", "temperature", "top_p", "seed", "min_p", "tau", "ignore_eos", "prompt_logprobs")
-        names = (*names, *CHANGES, "stop_token_ids", "decoder_options")
-        given = {name: getattr(self, name) for name in names} | given
+        others = (*CHANGES, "stop_token_ids", "decoder_options")
+        given = {name: getattr(self, name) for name in (*names, *others)} | given
         given["stop"] = None if self.stop == "" else self.stop
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k

@@ -259,3 +259,22 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     assert server.metric("vllm:request_success_total", finished_reason="length") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 0
     server.wait_until_idle()
+
+
+def test_penalties_and_biases_are_the_engines(client: OpenAI) -> None:
+    """Under OpenAI's names, and vLLM's in `extra_body`."""
+    prompt = text_ids()
+    changes: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    extra: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_tokens": 4}
+    [done] = expected(prompt, temperature=0, max_tokens=SHORT, logit_bias={5: -3.0}, **changes, **extra)
+    [plain] = expected(prompt, temperature=0, max_tokens=SHORT)
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=SHORT,
+        logit_bias={"5": -3},
+        extra_body={**extra, "return_token_ids": True},
+        **changes,
+    )
+    assert answer.choices[0].text == done.text != plain.text
