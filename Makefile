@@ -1,6 +1,6 @@
 # The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
-#   make chat   fetches SmolLM2-135M (90 MB, once) and opens idlm-chat with it
+#   make chat   fetches SmolLM2-135M (90 MB, once) and opens idlm-chat with it and its adapter
 #   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make wheel  a wheel in dist/, which is installed into a new environment and run there
@@ -46,12 +46,12 @@ GPU_WORKERS ?= 8
 demo: $(VENV)/.demo-$(KEY)
 	$(RUN) -m benchmarks.demo
 
-# With a gated LoRA that drafts for it, if one is there; alone it decodes token by token. Greedy, because a model of
-# this size rambles when it is sampled.
+# With the released gated LoRA, or your own, which drafts for it. Greedy, because a model of this size rambles when it
+# is sampled.
 SMOLLM2 := outputs/smollm2_base
-ADAPTER = $(firstword $(wildcard recipes/assets/smollm2_lora outputs/smollm2_lora))
+ADAPTER = $(firstword $(wildcard outputs/smollm2_lora recipes/assets/smollm2_lora))
 chat: $(VENV)/.demo-$(KEY) | $(SMOLLM2)/config.json
-	@$(RUN) -m idlm.infer.clients.chat sampling.temperature=0 $(if $(ADAPTER),model=$(ADAPTER) base=$(SMOLLM2),model=$(SMOLLM2))
+	@$(RUN) -m idlm.infer.clients.chat sampling.temperature=0 model=$(ADAPTER) base=$(SMOLLM2)
 
 $(SMOLLM2)/config.json: | $(VENV)/.demo-$(KEY)
 	@$(RUN) recipes/smollm2.py $(SMOLLM2)

@@ -4,7 +4,8 @@
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
 column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column, or
 BENCH:METRIC:caption for the line under a chart of that column. BENCH:METRIC:KEY-KEY has a column for every
-value of these keys, of the rows that have them. Rows whose parity gate failed are never printed.
+value of these keys, of the rows that have them. A last part KEY=VALUE,.. leaves out rows of other cases. Rows
+whose parity gate failed are never printed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.results import RESULTS, read_rows
 SPEEDS = ("tokens/s",)
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md")
-_OPEN = r"(?P<open><!-- results:(?P<name>[\w:-]+) -->\n)"
+_OPEN = r"(?P<open><!-- results:(?P<name>[\w:=.,-]+) -->\n)"
 _SECTION = re.compile(_OPEN + r"(?P<body>.*?)(?P<close><!-- /results:)", re.DOTALL)
 Row = dict[str, Any]
 
@@ -60,11 +61,15 @@ def section(name: str, results: Path) -> str:
     Empty without rows. With `:caption` after the metric, the lines under the tables alone.
     """
     bench, _, rest = name.partition(":")
-    metric, _, part = rest.partition(":")
+    metric, _, rest = rest.partition(":")
+    part, _, given = rest.partition(":")
     keys = part.split("-") if part not in ("", "caption") else []
+    wanted = dict(each.split("=") for each in given.split(",") if each)
     newest: dict[tuple[str, ...], Row] = {}
     for row in read_rows(bench, results=results):
-        is_shown = metric in ("", row["metric"]) and row["case"].keys() >= set(keys)
+        case = {key: str(value) for key, value in row["case"].items()}
+        is_shown = metric in ("", row["metric"]) and case.keys() >= set(keys)
+        is_shown = is_shown and case.items() >= wanted.items()
         if is_shown and row["gate_passed"] is not False:
             key = (_machine(row), row["command"], json.dumps(row["case"], sort_keys=True), row["metric"])
             newest[key] = row

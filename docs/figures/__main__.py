@@ -6,10 +6,17 @@ from pathlib import Path
 
 from docs.figures.charts import speedup
 from docs.figures.diagrams import layouts, life, one_pass
+from docs.figures.evidence import evidence
 from docs.figures.style import THEMES, Draw, svg
 
 FOLDER = Path(__file__).resolve().parent
-FIGURES: dict[str, Draw] = {"one-pass": one_pass, "layouts": layouts, "life": life, "speedup": speedup}
+FIGURES: dict[str, Draw] = {
+    "one-pass": one_pass,
+    "layouts": layouts,
+    "life": life,
+    "speedup": speedup,
+    "evidence": evidence,
+}
 
 
 def drawn() -> dict[str, str]:

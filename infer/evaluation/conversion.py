@@ -39,8 +39,8 @@ PAGE = Path(__file__).with_suffix(".md")
 SAME = "It is within the bounds: KL at most {kl:g}, agreement at least {agreement:.0%}."
 MOVED = """**Warning: clean rows moved too far** (bounds: KL {kl:g}, agreement {agreement:.0%}): answers are
 not those of the base any more. Lower `train.learning_rate` (try a third of it), give clean rows more weight
-(`clean_weight` of `train.stages`), train on answers of the base itself, or train a gated LoRA
-(`adapter.rank=64`), which changes no clean row."""
+(`clean_weight` of `train.stages`), add their distance from the base to the loss (`train.base_kl=10`), train
+on answers of the base itself, or train a gated LoRA (`adapter.rank=64`), which changes no clean row."""
 GATED = "The adapter changes MASK rows alone; clean rows run through the base's own weights: KL is "
 Answer = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and its answer, and the indices, from 1, of the tokens of the answer."""

@@ -125,6 +125,10 @@ def test_tables_hold_the_newest_rows_whose_gate_passed(
     assert table_main([], pages=[page], results=tmp_path) == 0
     assert "latency 4.50 ms" in page.read_text()
     assert "1.50" not in page.read_text()
+    name = "results:demo:tokens_per_forward:num:decoder=isd"
+    page.write_text(f"<!-- {name} -->\n<!-- /{name} -->\n")
+    assert table_main([], pages=[page], results=tmp_path) == 0
+    assert "3.25" in page.read_text() and "1.50" not in page.read_text()
     readme = tmp_path / "README.md"
     invented = README.replace("demo -->\n", "demo -->\n| isd | 3.9 |\n", 1)
     readme.write_text(invented)

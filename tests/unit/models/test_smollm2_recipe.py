@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from idlm.checkpoint import verify
 from idlm.conf.recipe import smollm2 as recipe
 from idlm.errors import UserError
+from idlm.lora import WEIGHTS_FILE, AdapterSpec
+from idlm.semantics import Semantics
+
+RELEASED = Path("recipes/assets/smollm2_lora")
 
 
 def rotate_neighbours(x_ND: torch.Tensor, angle_F: torch.Tensor) -> torch.Tensor:
@@ -61,3 +68,16 @@ def test_another_file_or_no_network_is_refused(tmp_path: Path, monkeypatch: pyte
     (target / "notes.txt").touch()
     with pytest.raises(UserError, match="IDLM-0621"):
         recipe.fetch([str(target)])
+
+
+def test_the_released_adapter_is_whole_and_chat_opens_with_it() -> None:
+    verify(RELEASED)
+    spec, semantics = AdapterSpec.load(RELEASED), Semantics.load(RELEASED)
+    assert semantics.gated and semantics.base_identity and semantics.stride == 3
+    assert spec.base_path == "outputs/smollm2_base"
+    with safe_open(RELEASED / WEIGHTS_FILE, "pt") as file:
+        assert len(file.keys()) == 30 * 2 * len(spec.targets)
+    assert sum(path.stat().st_size for path in RELEASED.iterdir()) < 16e6
+    planned = subprocess.run(["make", "-n", "chat"], capture_output=True, text=True, check=True).stdout
+    # A checkout in which another was trained opens that one.
+    assert re.search(rf"model=({RELEASED}|outputs/smollm2_lora) base={spec.base_path}\n", planned)
