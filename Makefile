@@ -1,6 +1,7 @@
 # The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make chat   fetches SmolLM2-135M (90 MB, once) and opens idlm-chat with it and its adapter
+#   make page   idlm-serve with the same: a chat, and AR and ISD side by side, at http://127.0.0.1:8000
 #   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make wheel  a wheel in dist/, which is installed into a new environment and run there
@@ -40,7 +41,7 @@ DECIDING = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep 
 # first and alone (5: a part has none).
 GPU_WORKERS ?= 8
 
-.PHONY: demo chat test test-all types run-tests gpu-test wheel docs format clean
+.PHONY: demo chat page test test-all types run-tests gpu-test wheel docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -52,6 +53,9 @@ SMOLLM2 := outputs/smollm2_base
 ADAPTER = $(firstword $(wildcard outputs/smollm2_lora recipes/assets/smollm2_lora))
 chat: $(VENV)/.demo-$(KEY) | $(SMOLLM2)/config.json
 	@$(RUN) -m idlm.infer.clients.chat sampling.temperature=0 model=$(ADAPTER) base=$(SMOLLM2)
+
+page: $(VENV)/.serve-$(KEY) | $(SMOLLM2)/config.json
+	@$(RUN) -m idlm.infer.cli.serve model=$(ADAPTER) base=$(SMOLLM2)
 
 $(SMOLLM2)/config.json: | $(VENV)/.demo-$(KEY)
 	@$(RUN) recipes/smollm2.py $(SMOLLM2)
@@ -108,6 +112,11 @@ $(VENV)/.demo-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
 	@$(PIP) $(call cpu_index) -e .
 	@touch $@
+
+$(VENV)/.serve-$(KEY): | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once, one to two minutes) ..."
+	@$(PIP) $(call cpu_index) -e '.[serve]'
+	@touch $(VENV)/.demo-$(KEY) $@
 
 $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."

@@ -92,6 +92,17 @@ def test_cases_together_emit_the_ar_law(law_toy: Path, num_cases: int) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_requests_of_one_token_per_pass_emit_the_ar_law(law_toy: Path, adaptive: bool) -> None:
+    """In the same passes as others, whose lanes they take over."""
+    single = replace(NEUTRAL, temperature=0.8, decoder_options={"stride": 1})
+    engine = build_engine(law_toy, "isd", stride=4, adaptive=adaptive)
+    sampled = sample(engine, [(PROMPT, NEUTRAL), (PROMPT, single)], NUM_DRAWS // 2)
+    found = fits(law_toy, sampled)
+    assert len(found) == 4 and not misfits(found, LEVEL), found
+
+
+@pytest.mark.sweep
 def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     """Strides and strategies change from pass to pass, at random and with the last commit."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)

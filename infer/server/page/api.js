@@ -26,6 +26,7 @@ async function call(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");
   }
+  if (response.status === 401) dispatchEvent(new Event("refused"));
   if (!response.ok) throw await refusal(response);
   return response;
 }

@@ -5,6 +5,7 @@ import { stream } from "./api.js";
 import { announce, byId, make } from "./dom.js";
 import { request } from "./settings.js";
 
+const hello = document.querySelector(".hello");
 let messages = [];
 let running = null;
 
@@ -37,8 +38,10 @@ export function stop() {
 
 function clear() {
   stop();
+  // The answer that was stopped belongs to no conversation any more.
+  running = null;
   messages = [];
-  byId("turns").replaceChildren();
+  byId("turns").replaceChildren(hello);
   showButtons();
   byId("prompt").focus();
 }
@@ -56,7 +59,7 @@ function again() {
 
 async function turn(added) {
   const place = byId("turns");
-  place.querySelector(".hello")?.remove();
+  place.querySelectorAll(".hello, .failed").forEach((element) => element.remove());
   const at = messages.length;
   const block = make("div", { class: "turn", "data-turn": `${at}` });
   for (const message of added) {
@@ -65,7 +68,8 @@ async function turn(added) {
   }
   place.append(block);
   messages = [...messages, ...added];
-  running = new AbortController();
+  const own = new AbortController();
+  running = own;
   showButtons();
   const answers = new Map();
   const answer = (index) => {
@@ -75,7 +79,7 @@ async function turn(added) {
   answer(0);
   let isKept = true;
   try {
-    await read(answer, running.signal);
+    await read(answer, own.signal);
     announce(`The answer is complete: ${answer(0).numTokens} tokens.`);
   } catch (error) {
     const isStop = error.name === "AbortError";
@@ -83,6 +87,7 @@ async function turn(added) {
     else answer(0).fail(error);
     isKept = Boolean(answer(0).text) && isStop;
   }
+  if (running !== own) return;
   running = null;
   finishTurn(at, added, answer(0), isKept, block);
 }
@@ -115,7 +120,7 @@ function finishTurn(at, added, answer, isKept, block) {
     messages = messages.slice(0, at);
     // So that it can be corrected and sent again.
     if (added[0].role === "user" && !byId("prompt").value) byId("prompt").value = added[0].content;
-    block.removeAttribute("data-turn");
+    block.classList.add("failed");
   }
   showButtons();
   scrollDown();

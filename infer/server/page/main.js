@@ -2,7 +2,7 @@
 
 import { ApiError, getJson, setKey } from "./api.js";
 import { firstPrompt, startChat, stop } from "./chat.js";
-import { byId } from "./dom.js";
+import { byId, make } from "./dom.js";
 import { showLoad } from "./load.js";
 import { offerPrompt, setPresets, startRace, stopRace } from "./race.js";
 import { startSettings } from "./settings.js";
@@ -10,6 +10,12 @@ import { startSettings } from "./settings.js";
 const TABS = ["chat", "race", "load"];
 const THEMES = { "": "as the system", light: "light", dark: "dark" };
 const RETRY = 2000;
+const EXAMPLES = [
+  // For the small models that come with idlm, which know such questions alone.
+  "Mia has 5 nuts. Mia breaks 2. Mia picks 1. Mia uses 4. Mia earns 6. How many nuts does Mia have?",
+  "Write the numbers from 1 to 30, with commas between.",
+  "Write a function in Python that checks whether a year is a leap year.",
+];
 
 function select(name) {
   for (const each of TABS) {
@@ -36,6 +42,20 @@ function startTabs() {
       byId(`tab-${next}`).focus();
     });
   });
+}
+
+function startExamples() {
+  for (const line of document.querySelectorAll(".examples")) {
+    const target = byId(line.dataset.for);
+    for (const text of EXAMPLES) {
+      const button = make("button", { type: "button", class: "quiet" }, text);
+      button.addEventListener("click", () => {
+        target.value = text;
+        target.form.requestSubmit();
+      });
+      line.append(button);
+    }
+  }
 }
 
 function startTheme() {
@@ -79,12 +99,13 @@ async function connect() {
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     byId("model").textContent = error.message;
-    if (error.status === 401) askForKey("The server needs a key, or another one.");
     // It is not there yet, or loads its model.
-    else if (error.status === 0 || error.status === 503) setTimeout(connect, RETRY);
+    if (error.status === 0 || error.status === 503) setTimeout(connect, RETRY);
   }
 }
 
+// A key may be revoked while the page is open.
+addEventListener("refused", () => askForKey("The server needs a key, or another one."));
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || byId("key-dialog").open) return;
   stop();
@@ -94,6 +115,7 @@ startTabs();
 startTheme();
 startKey();
 startSettings();
+startExamples();
 startChat();
 startRace();
 connect();

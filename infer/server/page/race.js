@@ -74,6 +74,7 @@ async function race() {
   const prompt = byId("race-prompt").value;
   running = new AbortController();
   byId("verdict").textContent = "";
+  document.querySelector("#race .examples").hidden = true;
   showButtons();
   sides.forEach((side) => {
     side.place.replaceChildren();

@@ -103,7 +103,10 @@ def test_a_chat_goes_on_and_begins_anew(page: Any) -> None:
     page.locator("#send").wait_for()
     assert bodies[-1] == bodies[-2] and page.locator(".answer").count() == 2
     page.click("#new")
+    page.locator("#chat .examples button").first.click()
+    page.click("#new")
     ask(page)
+    # The answer that was under way belongs to no conversation.
     assert [message["role"] for message in bodies[-1]["messages"]] == ["system", "user"]
 
 
@@ -276,6 +279,14 @@ def test_the_key_stays_in_memory(browser: Any) -> None:
             "...[...document.querySelectorAll('input')].map(one => one.value)]"
         )
         assert not [text for text in kept if KEY in text]
+        # A key that is no longer right is noticed with the next message.
+        page.click("#key-button")
+        page.fill("#key", "wrong")
+        page.click("text=Use it")
+        page.locator("#key-error", has_text="needs a key").wait_for()
+        page.click("#key-cancel")
+        ask(page)
+        assert dialog.is_visible() and page.locator("[role=alert]", has_text="authorization").is_visible()
         page.reload()
         dialog.locator("#key-error", has_text="needs a key").wait_for()
 
