@@ -26,8 +26,8 @@ def run_fingerprint() -> dict[str, Any]:
         "dirty": dirty,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
+        "transformers": version_of("transformers"),
+        "triton": version_of("triton"),
         "cpu": _cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name(0) if has_gpu else None,
@@ -36,7 +36,7 @@ def run_fingerprint() -> dict[str, Any]:
     }
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -33,7 +33,7 @@ def run_command(arguments: list[str]) -> int:
     """Run the command that the first argument names; returns its exit status. UserError IDLM-0107 for an
     unknown one, IDLM-0108 for the completion of an unknown shell."""
     name, *rest = arguments or ["--help"]
-    if name in command.HELP_FLAGS:
+    if name in command.HELP_FLAGS or name == "help":
         print(f"idlm {__version__}" if name == "--version" else help_text())
         return 0
     known = commands()

@@ -110,13 +110,16 @@ def _machine(config: DoctorConfig) -> Iterator[Finding]:
     yield machine.gpu()
     device = resolve_device(config.device)
     num_gpus = machine.torch.cuda.device_count() if device.type == "cuda" else 0
-    yield from machine.compilers() if num_gpus else ()
-    yield from machine.kernels(device)
-    yield from machine.folders()
-    yield machine.shared_memory(num_gpus)
-    yield machine.port(config.port)
-    if config.test:
-        yield from _guarded("law", lambda: self_test(device))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "compiler": machine.compilers if num_gpus else tuple,
+        "kernels": lambda: machine.kernels(device),
+        "folders": machine.folders,
+        "shared memory": lambda: [machine.shared_memory(num_gpus)],
+        "port": lambda: [machine.port(config.port)],
+        "law": lambda: self_test(device) if config.test else (),
+    }
+    for name, check in checks.items():
+        yield from _guarded(name, check)
 
 
 def self_test(device: torch.device) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 from idlm.cli.project import declared
 from idlm.config.suggest import did_you_mean
 from idlm.errors import ROOT, UserError, install_command
+from idlm.fingerprint import version_of
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 NOT_FOR_USERS = ("dev", "docs", "sweep")
@@ -72,13 +73,6 @@ def requirements() -> dict[str, list[Any]]:
         if extra not in NOT_FOR_USERS and (one.marker is None or one.marker.evaluate({"extra": extra})):
             found.setdefault(extra, []).append(one)
     return found
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _copies(names: Iterable[str]) -> Iterator[Finding]:

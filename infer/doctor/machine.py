@@ -48,7 +48,8 @@ def gpu() -> Finding:
     other_torch = f"pip install --force-reinstall '{package}' --index-url {index}"
     if built is None:
         text = f"a driver for CUDA {major}.{minor} is there, but torch {torch.__version__} has no CUDA"
-        return Finding(PROBLEM, "GPU", text, other_torch)
+        fix = other_torch if major >= 12 else f"install a newer NVIDIA driver, then {other_torch}"
+        return Finding(PROBLEM, "GPU", text, fix)
     if major < int(built.partition(".")[0]):
         fix = "install a newer NVIDIA driver" + f", or {other_torch}" * (major >= 12)
         return Finding(PROBLEM, "GPU", f"the driver is for CUDA {major}.{minor}, torch for {built}", fix)

@@ -98,6 +98,11 @@ def cpu_torch_with_a_driver(patch: pytest.MonkeyPatch, folder: Path) -> None:
     has_gpus(patch, 0, cuda=None)
 
 
+def cpu_torch_with_an_old_driver(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    cpu_torch_with_a_driver(patch, folder)
+    patch.setattr(machine, "driver", lambda: (11, 8, 0))
+
+
 def old_driver(patch: pytest.MonkeyPatch, folder: Path) -> None:
     has_gpus(patch, 0, cuda="13.0")
 
@@ -172,6 +177,9 @@ FAULTS = {
     "no compiler": Fault(without_compiler, "compiler", "no C compiler", "apt install gcc"),
     "no headers": Fault(without_headers, "compiler", "Python.h", "python3-dev"),
     "torch for CPUs": Fault(cpu_torch_with_a_driver, "GPU", "has no CUDA", "'torch<2.14,>=2.11' --index-url"),
+    "torch for CPUs, old driver": Fault(
+        cpu_torch_with_an_old_driver, "GPU", "has no CUDA", "newer NVIDIA driver, then pip install"
+    ),
     "old driver": Fault(old_driver, "GPU", "driver is for CUDA 12.8, torch for 13.0", "newer NVIDIA driver"),
     "driver that fails": Fault(driver_that_fails, "GPU", "torch sees none", "nvidia-smi"),
     "incomplete extra": Fault(lacks(*UVICORN), "extra serve", "lacks uvicorn", "[serve]"),
@@ -312,13 +320,15 @@ def test_a_kernel_whose_law_is_wrong_is_found(kind: str, monkeypatch: pytest.Mon
 def test_settings_with_which_the_law_holds_are_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "the samples are wrong"
     monkeypatch.setattr(law, "problems", lambda device, **settings: iter([] if settings else [wrong]))
-    [found] = self_test(torch.device("cuda"))
-    assert found.status == PROBLEM and found.text == wrong and "attention=torch graphs=off" in found.fix
+    [one] = self_test(torch.device("cuda"))
+    assert one.status == PROBLEM and one.text == wrong and "attention=torch graphs=off" in one.fix
     monkeypatch.setattr(law, "problems", lambda device, **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(self_test(CPU))
-    [found] = problems(DoctorConfig())
-    assert found.name == "law" and "ZeroDivisionError" in found.text
+    monkeypatch.setattr(machine, "kernels", lambda device: 1 / 0)
+    found = problems(DoctorConfig())
+    assert [one.name for one in found] == ["kernels", "law"]
+    assert all("ZeroDivisionError" in one.text for one in found)
 
 
 def test_the_report_and_its_status(

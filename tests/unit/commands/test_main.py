@@ -65,7 +65,8 @@ def test_a_command_is_its_program(
     assert run_command(["import", "typo=1"]) == 2
     assert "unknown key 'typo'" in capsys.readouterr().err
     assert run_command(["--version"]) == 0 and capsys.readouterr().out == f"idlm {__version__}\n"
-    assert run_command([]) == 0 and capsys.readouterr().out == f"{help_text()}\n"
+    for given in ([], ["help"], ["-h"]):
+        assert run_command(given) == 0 and capsys.readouterr().out == f"{help_text()}\n"
 
 
 @pytest.mark.parametrize(
