@@ -161,7 +161,7 @@ def test_padding_has_no_mask_that_the_embedding_has_no_row_for(random_pair: tupl
 
 
 @pytest.mark.parametrize("random_pair", ["Llama"], indirect=True)
-def test_trap_21_an_adapter_on_all_rows_is_noticed(
+def test_an_adapter_on_all_rows_is_noticed(
     random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power: the known fault, LoRA on clean tokens, changes the answers."""

@@ -173,7 +173,7 @@ def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strat
     assert not misfits(found, LEVEL), found
 
 
-def test_trap_22_the_published_rule_is_seen(law_toy: Path) -> None:
+def test_the_published_rule_is_seen(law_toy: Path) -> None:
     """Power of the test: the argmax-draft rule fails the same check by many decades."""
     engine = build_engine(law_toy, "isd", stride=2, rejection_strategy="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)

@@ -259,7 +259,7 @@ def test_an_engine_generates_what_a_slow_decoder_does(
     assert [list(answer.token_ids) for answer in alone] == expected
 
 
-def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tmp_path: Path) -> None:
+def test_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tmp_path: Path) -> None:
     reference = sdar(tmp_path)
     session = PagedSession(load_model(tmp_path, device="cpu"), 1)
     block, following = draw(BLOCK, 1), [MASK] * BLOCK
@@ -275,14 +275,14 @@ def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tm
         *((llada22, fault) for fault in llada2_reference.BLOCK_FAULTS),
     ],
 )
-def test_traps_09_to_11_every_misreading_of_llada2_is_visible(write: Any, fault: str, tmp_path: Path) -> None:
+def test_every_misreading_of_llada2_is_visible(write: Any, fault: str, tmp_path: Path) -> None:
     """And of routing by blocks, as in LLaDA2.2."""
     misread = write(tmp_path, fault=fault)
     tokens = draw(3 * BLOCK, 5)
     assert (engine_logits(tmp_path, tokens) - misread(tokens, BLOCK)).abs().max() > VISIBLE
 
 
-def test_trap_11_the_router_is_fp32_in_a_bf16_model(tmp_path: Path) -> None:
+def test_the_router_is_fp32_in_a_bf16_model(tmp_path: Path) -> None:
     llada2(tmp_path, dtype="bfloat16")
     model = load_model(tmp_path, device="cpu")
     layer = model.trunk.layers[1]
@@ -297,7 +297,7 @@ def test_trap_11_the_router_is_fp32_in_a_bf16_model(tmp_path: Path) -> None:
     assert (weights_RC - exact_RC).abs().max() <= 1e-6
 
 
-def test_trap_12_a_router_that_is_not_renormalised_is_visible(tmp_path: Path) -> None:
+def test_a_router_that_is_not_renormalised_is_visible(tmp_path: Path) -> None:
     reference = sdar_moe(tmp_path)
     tokens = draw(3 * BLOCK, 6)
     rewrite_config(tmp_path, norm_topk_prob=False)
@@ -305,9 +305,7 @@ def test_trap_12_a_router_that_is_not_renormalised_is_visible(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_tied_in_config", [True, False])
-def test_trap_13_a_head_of_its_own_is_used_whatever_the_config_says(
-    is_tied_in_config: bool, tmp_path: Path
-) -> None:
+def test_a_head_of_its_own_is_used_whatever_the_config_says(is_tied_in_config: bool, tmp_path: Path) -> None:
     reference = sdar(tmp_path)
     rewrite_config(tmp_path, tie_word_embeddings=is_tied_in_config)
     tokens = draw(BLOCK, 7)

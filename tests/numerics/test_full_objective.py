@@ -100,7 +100,7 @@ def test_every_back_end_sees_whole_documents_and_nothing_else(region: str) -> No
 
 
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
-def test_traps_15_and_23_loss_and_gradients_are_the_plain_references(attention: str) -> None:
+def test_loss_and_gradients_are_the_plain_references(attention: str) -> None:
     """One packed row of three documents; the second ends on a stop token, which more of them follow."""
     samples = [random_sample(1, prompt=6, response=11), ending(random_sample(2, prompt=3, response=6))]
     samples.append(random_sample(3, prompt=9, response=4))
@@ -135,7 +135,7 @@ def test_traps_15_and_23_loss_and_gradients_are_the_plain_references(attention: 
 
 
 @torch.no_grad()
-def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
+def test_weights_make_the_expected_loss_the_nelbo() -> None:
     """All patterns of an answer of four, integrated over the mask rate, against the mean over all orders in
     which it may be revealed.
     """

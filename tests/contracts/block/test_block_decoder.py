@@ -53,7 +53,7 @@ CASES += [(True, PARTS, "plain"), (True, {"sub_block_size": 2}, "late"), (False,
 @pytest.mark.sweep_but(1)
 @pytest.mark.sweep_but(shifted=True, way="late")
 @pytest.mark.parametrize(("shifted", "options", "way"), CASES, ids=str)
-def test_trap_04_mixed_batches_equal_a_slow_decoder(
+def test_mixed_batches_equal_a_slow_decoder(
     toys: dict[bool, Path], slow: Slow, shifted: bool, options: dict[str, Any], way: str
 ) -> None:
     """Where logits are shifted, blocks begin with a token of the block before."""
@@ -132,7 +132,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 
-def test_trap_27_answers_and_passes_do_not_depend_on_the_batch(toys: dict[bool, Path], slow: Slow) -> None:
+def test_answers_and_passes_do_not_depend_on_the_batch(toys: dict[bool, Path], slow: Slow) -> None:
     expected = slow.answers(STRATEGIES[0])
     for fused in (True, False):
         engine = build_engine(

@@ -76,7 +76,7 @@ def test_edits_equal_a_slow_decoder(
     compare(build_block(toys[shifted], **options, **way), slow, options, without)
 
 
-def test_trap_25_edits_change_answers_and_never_a_prompt(
+def test_edits_change_answers_and_never_a_prompt(
     toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every prompt ends inside a block, and every token of the block is rewritten where it can be."""

@@ -125,7 +125,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
             assert max(entry["top"].values()) == entry["top"][str(token_id)] == entry["logprob"] <= 0
 
 
-def test_line_13_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path) -> None:
+def test_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path) -> None:
     """From a packed file, and a run that is resumed with the same options."""
     user = {"role": "user", "content": PROMPTS[0]}
     lines = [

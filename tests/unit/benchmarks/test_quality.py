@@ -8,20 +8,10 @@ import pytest
 import torch
 
 from benchmarks.quality import law, sparse_fidelity
-from benchmarks.quality.sparse_sets import (
-    Probe,
-    largest,
-    quest_set,
-    shares,
-)
 from benchmarks.results import read_rows
 from idlm.infer.decoders import isd
 from idlm.semantics import Semantics
-from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import encode_prompt, load_tokenizer
-from tests.accelerator_reference import SlowLists, SlowMage, SlowQuest
-from tests.block_reference import Rules, Sampling
 from tests.toy import write_toy_checkpoint
 
 SMALL = ["draws=1000", "device=cpu", "workers=1", "lanes=256", "faults=false"]
@@ -52,30 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         causality="block", logit_shift=False, block_size=SIZE, mask_token_id=num_ids, stop_token_ids=(2,)
     ).save(directory)
     return directory
-
-
-def prompt_of(model: Path, context: int) -> list[int]:
-    task = TASKS.get("recall")(level="tiny", min_context=context, max_context=context)
-    return encode_prompt(load_tokenizer(model), task.sample(0, "test").prompt)
-
-
-@pytest.mark.parametrize("rule", [SlowMage(k=24, exact_layers=1), SlowQuest(k=24, exact_layers=1)])
-def test_sets_are_those_of_the_slow_reference(model: Path, rule: SlowMage | SlowQuest) -> None:
-    mask = Semantics.load(model).mask_token_id
-    assert mask is not None
-    prompt = prompt_of(model, 90)
-    slow = SlowLists(model, Rules(size=SIZE, mask=mask, strategy="sequential"), rule)
-    slow.answer(prompt, Sampling(temperature=0, max_tokens=5))
-    probe, start = Probe(model, SIZE, CPU), 88
-    probe.read(prompt[:start])
-    _, looks = probe.look([*prompt[start:], *[mask] * (start + SIZE - len(prompt))])
-    is_mage = isinstance(rule, SlowMage)
-    for layer in (1, 2):
-        # MAGE lists in the second pass what it ranked in the first.
-        expected = slow.trace[start // SIZE, int(is_mage), layer]
-        assert expected is not None
-        mine = largest(shares(looks[layer]).mean(dim=1), 24) if is_mage else quest_set(looks[layer], 24)
-        assert [torch.nonzero(row).flatten().tolist() for row in mine] == expected
 
 
 def test_rows_of_a_run(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from idlm.infer.clients.loads import (
     load_prompts,
     make_jobs,
     mixed_lengths,
-    stat_field,
 )
 
 GENAI_BENCH = {
@@ -41,15 +40,6 @@ def refusal(*arguments: str) -> UserError:
     with pytest.raises(UserError) as caught:
         bench(list(arguments))
     return caught.value
-
-
-def test_percentiles_interpolate() -> None:
-    found = stat_field([4.0, 1.0, 3.0, 2.0])
-    assert (found["min"], found["max"], found["mean"], found["sum"]) == (1, 4, 2.5, 10)
-    assert (found["p25"], found["p50"], found["p75"]) == (1.75, 2.5, 3.25)
-    assert found["stddev"] == pytest.approx(1.25**0.5)
-    assert found["p99"] == pytest.approx(3.97)
-    assert set(stat_field([]).values()) == {None}
 
 
 def test_figures_have_the_names_and_formulas_of_genai_bench() -> None:

@@ -54,13 +54,13 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 
 
 @pytest.mark.parametrize("ids", [["a", "b", "a"], [7, 8, 7], ["7", 8, 7], [3, 8, None]])
-def test_line_13_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: list[Any]) -> None:
+def test_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: list[Any]) -> None:
     source = _written(tmp_path / "in", ids)
     with pytest.raises(UserError, match=f"IDLM-0465: {source}:3: id '[a37]' is also the id of {source}:1"):
         check_prompts(read_prompts(source, SamplingParams()))
 
 
-def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
+def test_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in"
     error = _refusal(path, {"messages": [USER]}, {"messages": [USER, ANSWER]})
     assert (error.code, "drop_last_turn=true" in error.fix) == ("IDLM-0436", True)
@@ -77,7 +77,7 @@ def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) 
         ([USER, CALL], [USER]),
     ],
 )
-def test_line_13_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: Any) -> None:
+def test_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: Any) -> None:
     [line] = _read(tmp_path / "in", {"messages": given}, drop_last_turn=True)
     assert line.prompt == kept
 
@@ -101,7 +101,7 @@ def test_turns_that_a_template_would_leave_out_are_refused(
     assert _read(tmp_path / "in", {"messages": [USER, ANSWER | {"tool_calls": []}, USER]})
 
 
-def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
+def test_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
     record = {"prompt": "x", "id": 4, "answer": [1, None], "level": "easy"}
     error = _refusal(tmp_path / "in", record)
     assert (error.code, "'answer'" in error.message) == ("IDLM-0434", True)
@@ -111,12 +111,12 @@ def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["text", "decoder"])
-def test_line_13_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
+def test_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
     error = _refusal(tmp_path / "in", {"prompt_ids": [1], key: "x"}, carry_keys=True)
     assert (error.code, repr(key) in error.message) == ("IDLM-0434", True)
 
 
-def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     plain = tmp_path / "in.jsonl"
     expected = _read(plain, *({"prompt": f"{number}"} for number in range(500)))
     path = tmp_path / "in.jsonl.gz"
@@ -134,7 +134,7 @@ def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["drop_last_turn", "carry_keys"])
-def test_line_13_options_without_a_file_are_refused(option: str) -> None:
+def test_options_without_a_file_are_refused(option: str) -> None:
     with pytest.raises(UserError, match=f"IDLM-0439: {option}=true"):
         check_paths(GenerateConfig(model="m", output="y", **{option: True}))
     check_paths(GenerateConfig(model="m", input="x", output="y", **{option: True}))

@@ -240,7 +240,7 @@ def test_strip_removes_the_thoughts_of_other_fields(directory) -> None:
         assert ("3 + 4" in tokenizer.decode(sample.token_ids)) == is_kept
 
 
-def test_trap_28_prompts_think_as_the_checkpoints_own_template_says(directory) -> None:
+def test_prompts_think_as_the_checkpoints_own_template_says(directory) -> None:
     """Thinking is on by Qwen3's template, where I-DLM's figures were taken, and off by LLaDA2's: the engine
     renders the template's default, and nothing is put in behind it."""
     tokenizer = tokenizer_with(directory, "qwen3")

@@ -38,7 +38,7 @@ def _load_config(tmp_path: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_line_11_no_released_model_is_refused_by_its_keys(name: str, tmp_path: Path) -> None:
+def test_no_released_model_is_refused_by_its_keys(name: str, tmp_path: Path) -> None:
     """Weights are what is missing here, and nothing else."""
     architecture, model_type, config = RELEASED[name]
     _load_config(tmp_path, config | {"architectures": [architecture], "model_type": model_type})
@@ -46,7 +46,7 @@ def test_line_11_no_released_model_is_refused_by_its_keys(name: str, tmp_path: P
     assert spec.num_layers == config.get("num_hidden_layers", config.get("n_layers"))
 
 
-def test_line_11_every_family_has_a_released_model() -> None:
+def test_every_family_has_a_released_model() -> None:
     assert {architecture for architecture, _, _ in RELEASED.values()} == set(FAMILIES.names())
 
 
@@ -61,20 +61,20 @@ def test_line_11_every_family_has_a_released_model() -> None:
         ({"delete_token_id": 1, "split_token_id": 1 << 20}, "[1, 1048576] (must be below vocab_size)"),
     ],
 )
-def test_line_11_impossible_numbers_of_llada22_are_refused(
+def test_impossible_numbers_of_llada22_are_refused(
     changes: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
     refused(tmp_path, "IDLM-0604", shown)
 
 
-def test_line_11_llada20_uni_is_refused_by_name(tmp_path: Path) -> None:
+def test_llada20_uni_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", image_token_offset=157_184)
     refused(tmp_path, "IDLM-0618", "image_token_offset=157184", "LLaDA2.0-Uni")
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_line_11_unknown_keys_of_every_family_that_speak_of_the_arithmetic_are_refused(
+def test_unknown_keys_of_every_family_that_speak_of_the_arithmetic_are_refused(
     architecture: str, tmp_path: Path
 ) -> None:
     unknown = [key for key in SPEAKING if key not in FAMILIES.get(architecture).config_keys]
@@ -84,7 +84,7 @@ def test_line_11_unknown_keys_of_every_family_that_speak_of_the_arithmetic_are_r
     refused(tmp_path, "IDLM-0618", *(f"{key}=1" for key in unknown), semantics=semantics)
 
 
-def test_line_11_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Path) -> None:
+def test_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Path) -> None:
     off = dict(zip(SPEAKING, [None, False, [], {}, "", *[None] * 5], strict=True))
     write(tmp_path, "Qwen3ForCausalLM", **off, unsloth_version="1", tokenizer_class="x", use_mrope=False)
     load_model(tmp_path, device="cpu")
@@ -121,7 +121,7 @@ def test_nested_sections_that_say_nothing_of_the_arithmetic_pass(tmp_path: Path)
     load_model(write(tmp_path, "Qwen3ForCausalLM", **sections), device="cpu")
 
 
-def test_line_11_a_window_that_llama_would_ignore_is_refused(tmp_path: Path) -> None:
+def test_a_window_that_llama_would_ignore_is_refused(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path, architecture="Llama")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"sliding_window": 4096}
@@ -132,7 +132,7 @@ def test_line_11_a_window_that_llama_would_ignore_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("architecture", FAMILIES.names())
-def test_line_11_what_a_family_declares_has_a_reason_and_is_needed(architecture: str) -> None:
+def test_what_a_family_declares_has_a_reason_and_is_needed(architecture: str) -> None:
     family = FAMILIES.get(architecture)
     assert all(family.config_keys.values()) and all(family.foreign_keys.values())
     assert not family.config_keys.keys() & family.foreign_keys.keys()
@@ -140,7 +140,7 @@ def test_line_11_what_a_family_declares_has_a_reason_and_is_needed(architecture:
     assert all(map(SUSPECT.search, family.foreign_keys))
 
 
-def test_line_11_training_refuses_what_transformers_would_ignore(tmp_path: Path) -> None:
+def test_training_refuses_what_transformers_would_ignore(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -160,7 +160,7 @@ def test_line_11_training_refuses_what_transformers_would_ignore(tmp_path: Path)
         ("LLaDA2MoeModelLM", "first_k_dense_replace"),
     ],
 )
-def test_line_14_a_count_of_10_to_the_12_is_compared_with_the_tensors_first(
+def test_a_count_of_10_to_the_12_is_compared_with_the_tensors_first(
     architecture: str, key: str, tmp_path: Path
 ) -> None:
     """Nothing may count so far: it would hang."""
@@ -178,14 +178,14 @@ def test_line_14_a_count_of_10_to_the_12_is_compared_with_the_tensors_first(
         ("LLaDA2MoeModelLM", {"head_dim": 10**12, "partial_rotary_factor": None}),
     ],
 )
-def test_line_14_a_head_of_10_to_the_12_is_refused(
+def test_a_head_of_10_to_the_12_is_refused(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     write(tmp_path, architecture, **changes)
     refused(tmp_path, "IDLM-0604", "head_dim=")
 
 
-def test_line_14_training_compares_layers_with_the_tensors_first(tmp_path: Path) -> None:
+def test_training_compares_layers_with_the_tensors_first(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"num_hidden_layers": 10**12, "layer_types": None}
@@ -194,7 +194,7 @@ def test_line_14_training_compares_layers_with_the_tensors_first(tmp_path: Path)
         load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
 
 
-def test_line_14_as_many_layers_as_tensors_pass() -> None:
+def test_as_many_layers_as_tensors_pass() -> None:
     refuse_impossible_counts({"num_hidden_layers": 7, "num_experts": None}, 7)
     with pytest.raises(UserError, match="IDLM-0603"):
         refuse_impossible_counts({"num_hidden_layers": 8}, 7)

@@ -66,7 +66,7 @@ def write(directory: Path, architecture: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("architecture", NEEDS_WORDS)
-def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_path: Path) -> None:
+def test_sdar_does_not_load_without_semantics(architecture: str, tmp_path: Path) -> None:
     write(tmp_path, architecture)
     refused(tmp_path, "IDLM-0605", "does not determine how it decodes", "idlm_config.json")
     assert load_model(tmp_path, device="cpu", semantics=BLOCKS).semantics == BLOCKS
@@ -79,7 +79,7 @@ def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_pat
         ("BailingMoeV2ForCausalLM", "llada2_moe", "known are"),
     ],
 )
-def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refused(
+def test_the_architecture_decides_and_unknown_ones_are_refused(
     architecture: str, model_type: str, words: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
@@ -98,14 +98,14 @@ def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refuse
         ("Qwen3MoeForCausalLM", "sdar_moe"),
     ],
 )
-def test_trap_02_architecture_and_model_type_must_go_together(
+def test_architecture_and_model_type_must_go_together(
     architecture: str, model_type: str, tmp_path: Path
 ) -> None:
     write(tmp_path, architecture, model_type=model_type)
     refused(tmp_path, "IDLM-0615", architecture, model_type)
 
 
-def test_trap_03_every_family_declares_which_row_predicts_a_token(tmp_path: Path) -> None:
+def test_every_family_declares_which_row_predicts_a_token(tmp_path: Path) -> None:
     meanings = {
         name: load_model(write(tmp_path / name, name), device="cpu").semantics
         for name in CONFIGS
@@ -125,7 +125,7 @@ def test_trap_03_every_family_declares_which_row_predicts_a_token(tmp_path: Path
 
 @pytest.mark.parametrize("architecture", ["Fast_dLLM_QwenForCausalLM", "LLaDA2MoeModelLM"])
 @pytest.mark.parametrize("is_written", [True, False])
-def test_trap_03_what_an_architecture_cannot_be_is_refused(
+def test_what_an_architecture_cannot_be_is_refused(
     architecture: str, is_written: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, architecture)
@@ -138,7 +138,7 @@ def test_trap_03_what_an_architecture_cannot_be_is_refused(
     )
 
 
-def test_trap_07_published_ids_and_a_mask_that_stops(tmp_path: Path) -> None:
+def test_published_ids_and_a_mask_that_stops(tmp_path: Path) -> None:
     fast = FAMILIES.get("Fast_dLLM_QwenForCausalLM").semantics({"bd_size": 32})
     llada = FAMILIES.get("LLaDA2MoeModelLM").semantics({})
     assert (fast.mask_token_id, fast.stop_token_ids) == (151_665, (151_645,))
@@ -157,12 +157,12 @@ def test_blocks_have_a_size(block_size: Any) -> None:
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_trap_09_no_family_guesses_the_base_period(architecture: str, tmp_path: Path) -> None:
+def test_no_family_guesses_the_base_period(architecture: str, tmp_path: Path) -> None:
     write(tmp_path, architecture, rope_parameters="REMOVED", rope_theta="REMOVED")
     refused(tmp_path, "IDLM-0604", "rope_theta=None")
 
 
-def test_trap_09_head_dim_is_never_width_by_heads() -> None:
+def test_head_dim_is_never_width_by_heads() -> None:
     for architecture in ("Qwen3ForCausalLM", "SDARForCausalLM", "Qwen3MoeForCausalLM", "SDARMoeForCausalLM"):
         config = {key: value for key, value in CONFIGS[architecture].items() if key != "head_dim"}
         assert FAMILIES.get(architecture).spec(config).head_dim == 128
@@ -179,9 +179,7 @@ def test_trap_09_head_dim_is_never_width_by_heads() -> None:
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, "rotary_dim": 8},
     ],
 )
-def test_trap_09_the_rotated_part_of_a_head_is_read_and_consistent(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_rotated_part_of_a_head_is_read_and_consistent(changes: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
     refused(tmp_path, "IDLM-0604", "rotary_dim" if "rope_scaling" not in changes else "yarn")
 
@@ -190,7 +188,7 @@ def test_trap_09_the_rotated_part_of_a_head_is_read_and_consistent(
     "changes",
     [{"partial_rotary_factor": "REMOVED"}, {"rotary_dim": "REMOVED"}, {"rope_parameters": "in there"}],
 )
-def test_trap_09_either_key_for_the_rotated_part_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_either_key_for_the_rotated_part_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
     if "rope_parameters" in changes:
         rope = {"rope_type": "default", "rope_theta": 600.0, "partial_rotary_factor": 2 / 3}
         gone = dict.fromkeys(("partial_rotary_factor", "rotary_dim", "rope_theta"), "REMOVED")
@@ -199,12 +197,12 @@ def test_trap_09_either_key_for_the_rotated_part_is_read(changes: dict[str, Any]
     assert spec.rotary_dim == 8 and spec.rope_inv_freq[4:] == (0.0, 0.0)
 
 
-def test_trap_12_sdar_moe_requires_a_normalising_router(tmp_path: Path) -> None:
+def test_sdar_moe_requires_a_normalising_router(tmp_path: Path) -> None:
     write(tmp_path, "SDARMoeForCausalLM", norm_topk_prob="REMOVED")
     refused(tmp_path, "IDLM-0604", "norm_topk_prob", semantics=BLOCKS)
 
 
-def test_trap_14_llada2_fills_no_field_in(tmp_path: Path) -> None:
+def test_llada2_fills_no_field_in(tmp_path: Path) -> None:
     free = {"architectures", "model_type", "dtype", "mask_token_id", "score_function"}
     either = {"partial_rotary_factor", "rotary_dim"}
     for field in LLADA2.keys() - free - either:
@@ -215,9 +213,7 @@ def test_trap_14_llada2_fills_no_field_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stated", [True, False, None])
-def test_trap_14_tensors_decide_whether_llada2_normalises_queries(
-    is_stated: bool | None, tmp_path: Path
-) -> None:
+def test_tensors_decide_whether_llada2_normalises_queries(is_stated: bool | None, tmp_path: Path) -> None:
     changes = {} if is_stated is None else {"use_qk_norm": is_stated}
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
     assert load_model(tmp_path, device="cpu").spec.qk_norm

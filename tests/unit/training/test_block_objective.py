@@ -113,7 +113,7 @@ def test_the_mask_is_the_definition_for_every_length(block_size: int, region: st
 
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
 @pytest.mark.parametrize("block_size", [4, 3])
-def test_traps_15_and_23_loss_and_gradients_are_the_dense_references(attention: str, block_size: int) -> None:
+def test_loss_and_gradients_are_the_dense_references(attention: str, block_size: int) -> None:
     """One packed row of three documents, of which the second ends inside a block, on a stop token."""
     samples = [random_sample(1, prompt=6, response=11), ending(random_sample(2, prompt=3, response=6))]
     samples.append(random_sample(3, prompt=9, response=4))
@@ -166,7 +166,7 @@ def test_a_prediction_never_depends_on_the_token_it_hides() -> None:
         assert not later.any() or not torch.equal(first[later], second[later])
 
 
-def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
+def test_weights_make_the_expected_loss_the_nelbo() -> None:
     """All patterns of a block of four, integrated over the mask rate, against the mean over all orders in
     which the block may be revealed."""
     model, sample, size = tiny_model("qwen3"), random_sample(6, prompt=4, response=4), 4

@@ -13,13 +13,10 @@ from torch import Tensor
 from benchmarks.engine import memory
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
 from benchmarks.engine.canvas.native import (
-    NATIVE_ARMS,
-    NativeArm,
     NativeModel,
     empty_model,
     masked_logits,
     random_canvas,
-    random_native,
 )
 from benchmarks.engine.canvas.sizes import (
     length_floor,
@@ -128,17 +125,6 @@ def loaded_model(tensors: Mapping[str, Tensor], names: TensorNames) -> NativeMod
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[theirs[name]])
     return model
-
-
-def test_native_arms_propose_the_same() -> None:
-    model = random_native(model_spec("tiny_llada"), device=CPU, dtype=torch.float32)
-    canvas = random_canvas(12, 0.5, vocab=128, mask_id=127, device=CPU)
-    arms = [NativeArm(arm, model, is_shifted=True, backend="eager") for arm in NATIVE_ARMS]
-    (tokens_M, confidence_M), *others = (arm.propose(canvas) for arm in arms)
-    for tokens, confidence in others:
-        assert torch.equal(tokens, tokens_M)
-        torch.testing.assert_close(confidence.double(), confidence_M, atol=TOLERANCE, rtol=0)
-    assert len({tuple(arm.step(canvas)[0].tolist()) for arm in arms}) == 1
 
 
 @pytest.mark.parametrize("arm", PRODUCT_ARMS)
