@@ -86,6 +86,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
     from idlm.kernels.paged_attention import problems
     from idlm.kernels.paged_attention.op import AUTO
     from idlm.kernels.paged_attention.types import HeadShape
+    from idlm.train.model.attention import choose_attention
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
@@ -99,6 +100,8 @@ def kernels(device: torch.device) -> Iterator[Finding]:
         linears, sampling = f"{few} for few rows, cuBLAS for many", "Triton"
     yield from (Finding(OK, "linears", linears), Finding(OK, "sampling", sampling))
     has_graphs = device.type == "cuda" and chosen == "triton"
+    trains = choose_attention("auto", device, is_16_bit=device.type == "cuda")
+    yield Finding(OK, "training attention", f"{trains}, for {dtype} (model.attention=auto)")
     yield Finding(OK, "graphs", "CUDA graphs" if has_graphs else "none: they need attention=triton on a GPU")
 
 

@@ -228,6 +228,7 @@ def test_a_good_machine_with_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch
     assert named["GPU"].text == "NVIDIA H100, NVIDIA H100; driver for CUDA 12.8, torch for CUDA 12.8"
     assert named["graphs"].text == "CUDA graphs" and named["sampling"].text == "Triton"
     assert named["linears"].text == "Gluon for few rows, cuBLAS for many"
+    assert named["training attention"].text.startswith("idlm_split, for torch.bfloat16")
 
 
 def machine_of(config: DoctorConfig) -> list[Finding]:
