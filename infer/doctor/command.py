@@ -80,7 +80,11 @@ def read_config(arguments: Iterable[str]) -> DoctorConfig:
     given: dict[str, Any] = {}
     for argument in arguments:
         key, _, text = argument.partition("=")
-        value = yaml.safe_load(text)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            problems.append(f"{key}: cannot read the value {text!r}")
+            continue
         is_one = lookup(DoctorConfig, key) == list[str] and isinstance(value, str)
         given[key] = value.split(",") if is_one else value
     config: DoctorConfig = build(DoctorConfig, given, problems)

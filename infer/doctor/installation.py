@@ -52,7 +52,8 @@ def findings(extras: Iterable[str]) -> Iterator[Finding]:
             # The few packages of a small extra may be there for another package.
             is_broken = len(own) > 3 and 2 * len(lacking) < len(own)
             status = PROBLEM if not extra or extra in wanted or is_broken else NOTE
-            fix = f"pip install -e '{ROOT}'" if not extra else install_command(extra)
+            missing = (f"'{one.name}{one.specifier}'" for one in own if one.name in lacking)
+            fix = install_command(extra) if extra else f"pip install {' '.join(missing)}"
             yield Finding(status, f"extra {extra}" if extra else "idlm", f"lacks {', '.join(lacking)}", fix)
     yield from _copies(sorted({"idlm", *(one.name for group in groups.values() for one in group)}))
     yield from _imports()
@@ -85,7 +86,7 @@ def _copies(names: Iterable[str]) -> Iterator[Finding]:
             yield Finding(PROBLEM, name, f"several versions: {text}", fix)
     installed = next(map(_origin, metadata.distributions(name="idlm")), None)
     if installed is not None and installed != ROOT:
-        fix = f"unset PYTHONPATH, or pip install -e '{ROOT}'"
+        fix = "unset PYTHONPATH" + f", or pip install -e '{ROOT}'" * bool(declared())
         yield Finding(PROBLEM, "idlm", f"imported from {ROOT}, but installed from {installed}", fix)
     else:
         yield Finding(OK, "idlm", f"imported from {ROOT}" + ", not installed" * (installed is None))

@@ -185,7 +185,7 @@ FAULTS = {
     "incomplete extra": Fault(lacks(*UVICORN), "extra serve", "lacks uvicorn", "[serve]"),
     "missing extra": Fault(lacks(*SERVE), "extra serve", "uvicorn", "[serve]", ("serve",)),
     "nested extra": Fault(lacks("llguidance"), "extra structured", "llguidance", "[structured]", ("serve",)),
-    "missing package": Fault(lacks("rich"), "idlm", "lacks rich", "pip install -e"),
+    "missing package": Fault(lacks("rich"), "idlm", "lacks rich", "pip install 'rich>="),
     "HF cache": Fault(unwritable("HF_HOME"), "HF cache", "cannot be written", "HF_HOME"),
     "temporary files": Fault(unwritable("TMPDIR"), "temporary files", "cannot be written", "TMPDIR"),
     "noexec": Fault(noexec, "temporary files", "noexec", "TMPDIR"),
@@ -342,7 +342,11 @@ def test_the_report_and_its_status(
     shown = json.loads(capsys.readouterr().out)
     bad = [one for one in shown["findings"] if one["status"] == PROBLEM]
     assert shown["counts"]["problem"] == len(bad) and {"idlm"} <= {one["name"] for one in bad}
-    for given, words in (("extras=[srve]", "did you mean 'serve'"), ("jsn=true", "did you mean 'json'")):
+    for given, words in (
+        ("extras=[srve]", "did you mean 'serve'"),
+        ("jsn=true", "did you mean 'json'"),
+        ("extras=[x", "cannot read"),
+    ):
         with pytest.raises(UserError, match=words):
             doctor([given])
 
