@@ -174,7 +174,7 @@ def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, 
 def of_request(common: RunConfig, params: SamplingParams) -> dict[str, Any]:
     """`common` and the sampling settings of one request, as JSON returns them."""
     changed = _changed(params, SamplingParams(), prefix="sampling.")
-    return {**common, **plain(changed)}
+    return {**common, **json.loads(json.dumps(plain(changed)))}
 
 
 def difference(there: RunConfig, here: RunConfig) -> str | None:

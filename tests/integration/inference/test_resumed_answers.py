@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.cli.resume import (
     EXCLUDED_KEYS,
     SPEED_ONLY_KEYS,
+    difference,
     model_digest,
+    of_request,
 )
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import StepResult
@@ -34,6 +37,8 @@ from tests.integration.inference.command_lines import (
     read_lines,
     write_lines,
 )
+
+SETTINGS: dict[str, Any] = {"stop": ["q"], "top_k": 4, "logit_bias": {"5": -100}}
 
 
 @pytest.fixture
@@ -159,7 +164,7 @@ def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
 
 
 def test_a_record_holds_its_run_config(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0], "sampling": {"stop": ["q"], "top_k": 4}}])
+    source = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0], "sampling": SETTINGS}])
     assert generate([*BASE, "max_length=100", f"input={source}", f"output={tmp_path / 'out'}"]) == 0
     [record] = read_lines(tmp_path / "out")
     assert record["run_config"] == {
@@ -173,7 +178,10 @@ def test_a_record_holds_its_run_config(tmp_path: Path) -> None:
         "sampling.ignore_eos": True,
         "sampling.stop": ["q"],
         "sampling.top_k": 4,
+        "sampling.logit_bias": {"5": -100},
     }
+    same = {**record["run_config"], **of_request({}, SamplingParams(**SETTINGS))}
+    assert difference(record["run_config"], same) is None
     assert all(f"sampling.{name}" not in record["run_config"] for name in ("seed", "n", "tau"))
     assert SamplingParams().max_tokens != SHORT
 
