@@ -1,12 +1,14 @@
 """The sampling law of the whole engine on a GPU: a million responses per case, and planted faults.
 
     python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
-                             [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
+                             [workers=0] [faults=true] [penalties=true] [lanes=1024]
+                             [num_inflight_steps=2] [record=true]
 
 On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
-tokens 0..3 and 4..7, which transformers enumerates (tests/law/harness.py). One process per case, all on the
-same GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
-device too.
+tokens 0..3 and 4..7, which transformers enumerates (tests/law/harness.py). `penalties`: penalties, biases and
+both at three temperatures, which share the draws and every pass (tests/law/changes/law.py). One process per
+case, all on the same GPU, because the toy is bound by the host. `faults`: pytest runs the suite of
+tests/law/faults.py on the device too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.stride_controller import StepLoad, StrideController
+from tests.law.changes import law as changes
 from tests.law.harness import (
     NEUTRAL,
     NUM_TOKENS,
@@ -47,7 +50,8 @@ PER_REQUEST, AT_ONCE = 1000, 100_000
 FAULT_TESTS = {"cuda": "tests/gpu/engine/test_faults_gpu.py", "cpu": "tests/law/test_planted_faults.py"}
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = defaults(
-    "draws=1000000 device=cuda cases= workers=0 faults=true lanes=1024 num_inflight_steps=2 record=true"
+    "draws=1000000 device=cuda cases= workers=0 faults=true penalties=false lanes=1024 "
+    "num_inflight_steps=2 record=true"
 )
 
 
@@ -61,6 +65,7 @@ class Case:
     device: str
     lanes: int
     num_inflight_steps: int
+    has_penalties: bool
 
     def decoder_options(self) -> dict[str, Any]:
         """Options of the decoder; `adaptive` has the largest stride, so that it may choose any."""
@@ -110,6 +115,7 @@ def _draw(options: dict[str, str], names: list[str]) -> list[Outcome]:
                 device=options["device"],
                 lanes=int(options["lanes"]),
                 num_inflight_steps=int(options["num_inflight_steps"]),
+                has_penalties=options["penalties"] == "true",
             )
             for name in names
         ]
@@ -149,11 +155,13 @@ def run_case(case: Case) -> Outcome:
     controller = engine._stride_controller
     used = {0} if controller is None else _record_choices(controller)
     start = time.perf_counter()
-    sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
+    settings = changes.SETTINGS if case.has_penalties else ((PROMPT, NEUTRAL),)
+    num_draws, per_request = case.draws // len(settings), min(PER_REQUEST, case.draws // len(settings))
+    sampled = sample(engine, settings, num_draws, per_request=per_request, at_once=AT_ONCE)
     seconds = time.perf_counter() - start
     check_pages(engine.pool)
     assert engine.pool.num_free == engine.pool.num_pages, f"{engine.pool.num_free=}"
-    found = fits(case.toy, sampled)
+    found = (changes.fits if case.has_penalties else fits)(case.toy, sampled)
     return Outcome(
         name=case.name,
         p_values=tuple(one.p_value for one in found.values()),
@@ -187,6 +195,7 @@ def _add_law(report: Report, outcomes: list[Outcome]) -> None:
         "tokens": NUM_TOKENS,
         "cases": " ".join(outcome.name for outcome in outcomes),
         "graphs": "on",
+        **({"penalties": True} if report.options["penalties"] == "true" else {}),
     }
     report.add(case, "p_value_min", corrected, "", gate_passed=gate)
 
