@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, print_help
+from idlm.cli.help import CommandHelp
 from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.log import get_logger, num_processes, rank
 
     if command.has_help_flag(argv):
-        return print_help(HELP, argv)
+        return HELP.print(argv)
     get_logger()
     config = compose("train", TrainConfig, argv)
     if not config.dry_run:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from idlm.acceptance import tokens_per_forward_cold
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, print_help
+from idlm.cli.help import CommandHelp
 from idlm.config.compose import compose
 from idlm.config.schema import option
 from idlm.errors import UserError
@@ -80,7 +80,7 @@ def main() -> int:
 def compare(arguments: list[str]) -> int:
     """Run the command; returns the exit status. UserError IDLM-0555 without the metrics of any run."""
     if command.has_help_flag(arguments):
-        return print_help(HELP, arguments)
+        return HELP.print(arguments)
     names = [one for one in arguments if Path(one).is_dir() or not ("=" in one or one.startswith("-"))]
     config = compose("report", CompareConfig, [one for one in arguments if one not in names])
     runs = [read_run(name) for name in dict.fromkeys(names)]

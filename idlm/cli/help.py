@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -17,11 +17,11 @@ PARENTHESIS = re.compile(r"\s*\([^()]*\)")
 SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CommandHelp:
     """The help of a command, in its module as `HELP`: `usage` follows the name, `schema` has its keys, `keys`
-    are the most used ones, which come first, `plugin_keys` those that no schema names, `flags` are arguments
-    other than `key=value` with their help; `has_recipes`: the bundled recipes are for it."""
+    are the most used ones, which come first, `flags` are arguments other than `key=value` with their help;
+    `has_recipes`: the bundled recipes are for it."""
 
     name: str
     schema: type
@@ -31,35 +31,40 @@ class CommandHelp:
     keys: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)
     has_recipes: bool = False
-    plugin_keys: Callable[[], Sequence[str]] = tuple
 
     @property
     def first_sentence(self) -> str:
         return SENTENCE_END.split(" ".join(self.summary.split()), maxsplit=1)[0].rstrip(".")
 
+    def plugin_keys(self) -> list[str]:
+        """The keys that no schema names."""
+        return []
 
-def print_help(command: CommandHelp, arguments: Sequence[str], *, plugins: str = "") -> int:
-    """Print the version if `arguments` name only that, else the help; returns the exit status 0."""
-    is_version = "-h" not in arguments and "--help" not in arguments
-    print(f"idlm {__version__}" if is_version else help_text(command, plugins=plugins))
-    return 0
+    def plugin_text(self) -> str:
+        """What comes last, about such keys."""
+        return ""
 
+    def print(self, arguments: Sequence[str]) -> int:
+        """Print the version if `arguments` name only that, else the help; returns the exit status 0."""
+        is_version = "-h" not in arguments and "--help" not in arguments
+        print(f"idlm {__version__}" if is_version else self.text())
+        return 0
 
-def help_text(command: CommandHelp, *, plugins: str = "") -> str:
-    """Return the summary, recipes, examples, most used keys, flags and all keys of a command; `plugins`,
-    about options that no schema names, comes last."""
-    flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
-    sections = [f"usage: {command.name} {command.usage}", command.summary]
-    if command.has_recipes:
-        sections.append("Recipes:\n" + columns({name: recipe_summary(name) for name in recipes()}))
-    more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if command.has_recipes else ""
-    sections += [
-        "Examples:\n" + "\n".join(f"  {example}" for example in command.examples),
-        "Most used keys:\n" + textwrap.indent(describe(command.schema, keys=command.keys), "  "),
-        "Flags:\n" + columns(flags),
-        f"All keys, given as key=value{more}:\n{describe(command.schema)}",
-    ]
-    return "\n\n".join([*sections, plugins] if plugins else sections)
+    def text(self) -> str:
+        """The summary, recipes, examples, most used keys, flags and all keys."""
+        flags = {**self.flags, "-h, --help": "print this text", "--version": "print the version"}
+        sections = [f"usage: {self.name} {self.usage}", self.summary]
+        if self.has_recipes:
+            sections.append("Recipes:\n" + columns({name: recipe_summary(name) for name in recipes()}))
+        more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if self.has_recipes else ""
+        sections += [
+            "Examples:\n" + "\n".join(f"  {example}" for example in self.examples),
+            "Most used keys:\n" + textwrap.indent(describe(self.schema, keys=self.keys), "  "),
+            "Flags:\n" + columns(flags),
+            f"All keys, given as key=value{more}:\n{describe(self.schema)}",
+            self.plugin_text(),
+        ]
+        return "\n\n".join(filter(None, sections))
 
 
 def describe(schema: type, *, keys: Sequence[str] = ()) -> str:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp
 from idlm.errors import UserError
 from idlm.infer.cli.config import (
     GenerateConfig,
@@ -20,9 +19,9 @@ from idlm.infer.cli.config import (
     read_arguments,
     require_tokenizer,
 )
-from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+from idlm.infer.cli.help import PLUGIN_FLAGS, EngineHelp
 
-HELP = CommandHelp(
+HELP = EngineHelp(
     name="idlm-generate",
     schema=GenerateConfig,
     usage='model=PATH [-p "..."] [key=value ...]',
@@ -37,7 +36,6 @@ HELP = CommandHelp(
         *("sampling.temperature", "sampling.max_tokens", "sampling.seed", "max_num_seqs", "device"),
     ),
     flags={"-p TEXT, --prompt TEXT": "a prompt; as often as you like", **PLUGIN_FLAGS},
-    plugin_keys=plugin_keys,
 )
 
 
@@ -48,7 +46,7 @@ def main() -> int:
 def generate(arguments: list[str]) -> int:
     texts, arguments = take_prompts(arguments)
     if command.has_help_flag(arguments):
-        return print_command_help(HELP, arguments)
+        return HELP.print(arguments)
     config, engine_arguments = read_arguments("generate", GenerateConfig, arguments)
     config = dataclasses.replace(config, prompt=[*texts, *config.prompt])
     if config.describe:

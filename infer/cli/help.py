@@ -7,12 +7,11 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from idlm.cli.help import CommandHelp, print_help, show_default
+from idlm.cli.help import CommandHelp, show_default
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry
@@ -38,18 +37,25 @@ PLUGIN_FLAGS = {
 }
 
 
-def print_command_help(command: CommandHelp, arguments: Sequence[str]) -> int:
-    """Print help, with all plug-ins, or version of a command; returns the exit status."""
-    return print_help(command, arguments, plugins=describe_plugins())
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineHelp(CommandHelp):
+    """The help of a command that loads an engine, with the options of all decoders and accelerators."""
 
+    flags: dict[str, str] = dataclasses.field(default_factory=PLUGIN_FLAGS.copy)
 
-def plugin_keys() -> list[str]:
-    """The keys of all decoders and accelerators."""
-    keys = ["decoder"]
-    for kind, (_, prefix) in FORMS.items():
-        for name, plugin in plugins_of(kind).items():
-            keys += [f"{prefix.format(name)}{option}" for option in plugin.defaults]
-    return list(dict.fromkeys(keys))
+    def plugin_keys(self) -> list[str]:
+        keys = ["decoder"]
+        for kind, (_, prefix) in FORMS.items():
+            for name, plugin in plugins_of(kind).items():
+                keys += [f"{prefix.format(name)}{option}" for option in plugin.defaults]
+        return list(dict.fromkeys(keys))
+
+    def plugin_text(self) -> str:
+        lines = ["Decoders and accelerators:"]
+        for kind, (choice, prefix) in FORMS.items():
+            for name, plugin in plugins_of(kind).items():
+                lines += _described(plugin, choice.format(name), prefix.format(name))
+        return "\n".join(lines)
 
 
 class PluginHelp(NamedTuple):
@@ -57,14 +63,6 @@ class PluginHelp(NamedTuple):
 
     text: str
     defaults: dict[str, Any]
-
-
-def describe_plugins() -> str:
-    lines = ["Decoders and accelerators:"]
-    for kind, (choice, prefix) in FORMS.items():
-        for name, plugin in plugins_of(kind).items():
-            lines += _described(plugin, choice.format(name), prefix.format(name))
-    return "\n".join(lines)
 
 
 def _described(plugin: PluginHelp, choice: str, prefix: str) -> list[str]:

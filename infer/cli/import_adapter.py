@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, print_help
+from idlm.cli.help import CommandHelp
 from idlm.config.schema import option
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
@@ -73,7 +73,7 @@ def main() -> int:
 
 def import_adapter(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
-        return print_help(HELP, arguments)
+        return HELP.print(arguments)
     from idlm.config.compose import compose
 
     config = _complete(compose("import", ImportConfig, arguments))

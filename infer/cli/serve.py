@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp
 from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import read_arguments
-from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+from idlm.infer.cli.help import EngineHelp
 from idlm.infer.server.config import ServeConfig
 
-HELP = CommandHelp(
+HELP = EngineHelp(
     name="idlm-serve",
     schema=ServeConfig,
     usage="model=PATH [port=8000] [key=value ...]",
@@ -28,8 +27,6 @@ HELP = CommandHelp(
         *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
         *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
     ),
-    flags=PLUGIN_FLAGS,
-    plugin_keys=plugin_keys,
 )
 
 
@@ -40,7 +37,7 @@ def main() -> int:
 def serve(arguments: list[str]) -> int:
     """Run the command; returns the exit status. UserError IDLM-0704 without the packages that it needs."""
     if command.has_help_flag(arguments):
-        return print_command_help(HELP, arguments)
+        return HELP.print(arguments)
     config, engine_arguments = read_arguments("serve", ServeConfig, arguments)
     try:
         from idlm.infer.server.run import run_server

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, show_default
+from idlm.cli.help import show_default
 from idlm.cli.progress import Progress
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
-from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+from idlm.infer.cli.help import EngineHelp
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients import arms
 from idlm.infer.clients.arms import Arm
@@ -60,7 +60,7 @@ class ArmPlan(NamedTuple):
     open: Callable[[], AbstractContextManager[Arm]]
 
 
-HELP = CommandHelp(
+HELP = EngineHelp(
     name="idlm-bench",
     schema=BenchConfig,
     usage="model=PATH | url=http://HOST:PORT [key=value ...]",
@@ -74,8 +74,6 @@ HELP = CommandHelp(
         *("model", "url", "concurrency", "rate", "load", "num_requests", "output", "plot"),
         *("sampling.temperature", "device"),
     ),
-    flags=PLUGIN_FLAGS,
-    plugin_keys=plugin_keys,
 )
 
 
@@ -86,7 +84,7 @@ def main() -> int:
 def bench(arguments: list[str]) -> int:
     """Run the command; returns the exit status, which is 1 if a request failed."""
     if command.has_help_flag(arguments):
-        return print_command_help(HELP, arguments)
+        return HELP.print(arguments)
     words = list(map(with_brackets, arguments))
     config, engine_arguments = read_arguments("bench", BenchConfig, words)
     check_unused(config, engine_arguments)

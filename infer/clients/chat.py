@@ -12,13 +12,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp
 from idlm.config import schema as schemas
 from idlm.config.compose import parse_value
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, check_text, engine_name, read_arguments, require_tokenizer
-from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+from idlm.infer.cli.help import EngineHelp
 from idlm.infer.cli.prompts import check_system
 from idlm.infer.clients.config import ChatConfig, check_unused
 from idlm.infer.clients.view import Chunk, View, make_view, unechoed
@@ -38,7 +37,7 @@ COMMANDS = {
 }
 FIXED = ("n", "logprobs")
 
-HELP = CommandHelp(
+HELP = EngineHelp(
     name="idlm-chat",
     schema=ChatConfig,
     usage="model=PATH | url=http://HOST:PORT [key=value ...]",
@@ -49,8 +48,6 @@ HELP = CommandHelp(
         "idlm-chat url=http://127.0.0.1:8000",
     ),
     keys=("model", "url", "system", "sampling.temperature", "sampling.max_tokens", "stats", "device"),
-    flags=PLUGIN_FLAGS,
-    plugin_keys=plugin_keys,
 )
 
 
@@ -61,7 +58,7 @@ def main() -> int:
 def chat(arguments: list[str]) -> int:
     """Run the command; returns the exit status, which is 1 if a turn that came through a pipe failed."""
     if command.has_help_flag(arguments):
-        return print_command_help(HELP, arguments)
+        return HELP.print(arguments)
     config, engine_arguments = read_arguments("chat", ChatConfig, arguments)
     check_unused(config, engine_arguments)
     answerer = _answerer(config, engine_arguments)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm import __version__
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, print_help
+from idlm.cli.help import CommandHelp
 from idlm.config.schema import build, lookup, option
 from idlm.errors import UserError
 from idlm.infer.doctor import installation
@@ -56,7 +56,7 @@ def main() -> int:
 
 def doctor(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
-        return print_help(HELP, arguments)
+        return HELP.print(arguments)
     config, found = read_config(arguments), []
     for one in _findings(config):
         found.append(one)

@@ -18,11 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
-from idlm.infer.cli.help import PLUGIN_FLAGS, plugin_keys, print_command_help
+from idlm.infer.cli.help import EngineHelp
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation.arms import AUTO, difference_line, read_arms, run_arms, share_interval, sum_columns
@@ -38,7 +37,7 @@ NUM_SEEDS = 2**63
 DEFAULT_NUM = 200
 """Prompts of a generated task."""
 
-HELP = CommandHelp(
+HELP = EngineHelp(
     name="idlm-eval",
     schema=EvaluateConfig,
     usage="model=PATH [key=value ...]",
@@ -53,8 +52,6 @@ HELP = CommandHelp(
         *("model", "task", "data", "num", "baseline", "compare", "output"),
         *("sampling.temperature", "sampling.max_tokens", "device"),
     ),
-    flags=PLUGIN_FLAGS,
-    plugin_keys=plugin_keys,
 )
 
 
@@ -64,7 +61,7 @@ def main() -> int:
 
 def run_evaluation(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
-        return print_command_help(HELP, arguments)
+        return HELP.print(arguments)
     config, engine_arguments = read_arguments("eval", EvaluateConfig, arguments)
     with exclusive_output(config.output, overwrite=config.overwrite):
         return _run(config, engine_arguments)

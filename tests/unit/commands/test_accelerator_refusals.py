@@ -12,7 +12,7 @@ import torch
 from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.cli.config import take_accelerator_options, with_options
-from idlm.infer.cli.help import describe_plugins
+from idlm.infer.cli.generate import HELP
 from idlm.infer.settings import EngineSettings, as_options
 from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
@@ -132,7 +132,7 @@ def test_command_lines_set_options_of_accelerators() -> None:
     assert take_accelerator_options(["accelerators=null"]) == ({}, ["accelerators=null"])
     with pytest.raises(UserError, match="names mage twice"):
         as_options(["mage", "mage"])
-    assert all(f"accelerators=[{name}]" in describe_plugins() for name in ACCELERATORS.names())
+    assert all(f"accelerators=[{name}]" in HELP.plugin_text() for name in ACCELERATORS.names())
 
 
 def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
