@@ -92,7 +92,7 @@ function askForKey(message) {
 async function connect() {
   try {
     const { engine, served_model_name: name, status } = await getJson("server_info");
-    if (engine === null) throw new ApiError(503, `${name}: ${status} …`);
+    if (status !== "ready") throw new ApiError(503, `${name}: ${status} …`);
     const stride = engine.stride > 1 ? `, up to ${engine.stride} tokens per pass` : "";
     byId("model").textContent = `${name}: decoder ${engine.decoder}${stride}, ${engine.exactness}`;
     setPresets(engine);

@@ -203,6 +203,23 @@ def test_mistakes_are_said_and_can_be_mended(page: Any, server: Running) -> None
     page.locator(".side [role=alert]", has_text="min_p").wait_for()
 
 
+def test_the_page_waits_for_a_server_that_loads(page: Any) -> None:
+    loading = {"status": "loading", "served_model_name": "tiny", "engine": None}
+    page.route("**/server_info", lambda route: route.fulfill(json=loading), times=1)
+    page.reload()
+    page.locator("#model", has_text="tiny: loading").wait_for()
+    ready(page)
+
+
+def test_plain_text_is_continued(page: Any, server: Running) -> None:
+    page.select_option("#prompt-kind", "text")
+    page.fill("[data-field=max_tokens]", "12")
+    # Fields of chats alone are left out.
+    page.fill("[data-field=reasoning_effort]", "low")
+    text = text_of(ask(page, "Mia has"))
+    assert text == server.completion(prompt="Mia has", max_tokens=12, temperature=0)["choices"][0]["text"]
+
+
 def test_an_answer_follows_a_schema_or_a_regex(page: Any) -> None:
     page.select_option("#constraint-kind", "regex")
     page.fill("#constraint", "[0-9]{3}-[0-9]{2}")
