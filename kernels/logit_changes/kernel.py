@@ -79,7 +79,7 @@ def token_at(known, lane, o_token, m_token, num_known, L, num_drafts):
 
 
 @triton.jit
-def change_listed(p_row, lanes, lane, K, STOPS: tl.constexpr, TILE: tl.constexpr):
+def change_listed(p_row, lanes, lane, K, STOPS: tl.constexpr, LOWEST: tl.constexpr, TILE: tl.constexpr):
     """Add biases, or with STOPS forbid the listed tokens that stop an answer."""
     num_listed = tl.load(lanes.num_listed_Z + lane)
     for start in range(0, num_listed, TILE):
@@ -88,7 +88,7 @@ def change_listed(p_row, lanes, lane, K, STOPS: tl.constexpr, TILE: tl.constexpr
         b_id = tl.load(lanes.listed_ids_ZK + lane * K + o_entry, mask=m_entry, other=0)
         if STOPS:
             m_stop = tl.load(lanes.is_stop_ZK + lane * K + o_entry, mask=m_entry, other=0) != 0
-            b_closed = tl.full([TILE], float("-inf"), tl.float32).to(p_row.dtype.element_ty)
+            b_closed = tl.full([TILE], LOWEST, tl.float32).to(p_row.dtype.element_ty)
             tl.store(p_row + b_id, b_closed, mask=m_stop)
         else:
             b_bias = tl.load(lanes.biases_ZK + lane * K + o_entry, mask=m_entry, other=0.0)
@@ -97,7 +97,9 @@ def change_listed(p_row, lanes, lane, K, STOPS: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def change_repeating(p_row, known, lane, size, num_known, end, L, num_drafts, TILE: tl.constexpr):
+def change_repeating(
+    p_row, known, lane, size, num_known, end, L, num_drafts, LOWEST: tl.constexpr, TILE: tl.constexpr
+):
     """Forbid tokens that would end a run of `size` tokens which comes before."""
     last = end - size + 1
     for start in range(0, last, TILE):
@@ -109,7 +111,7 @@ def change_repeating(p_row, known, lane, size, num_known, end, L, num_drafts, TI
             b_mine = token_at(known, lane, o_last, m_run, num_known, L, num_drafts)
             b_same = b_same & (token_at(known, lane, o_run + k, m_run, num_known, L, num_drafts) == b_mine)
         b_token = token_at(known, lane, o_run + size - 1, b_same, num_known, L, num_drafts)
-        b_closed = tl.full([TILE], float("-inf"), tl.float32).to(p_row.dtype.element_ty)
+        b_closed = tl.full([TILE], LOWEST, tl.float32).to(p_row.dtype.element_ty)
         tl.store(p_row + b_token, b_closed, mask=b_same)
 
 
@@ -125,6 +127,7 @@ def change_kernel(
     K,
     num_drafts,
     DRAFTS: tl.constexpr,
+    LOWEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Change one row: biases, then penalties, then bans."""
@@ -137,7 +140,7 @@ def change_kernel(
         p_penalties = lanes.penalties_Z3 + lane * 3
         repetition = tl.load(p_penalties + REPETITION)
         presence, frequency = tl.load(p_penalties + PRESENCE), tl.load(p_penalties + FREQUENCY)
-        change_listed(p_row, lanes, lane, K, False, TILE)
+        change_listed(p_row, lanes, lane, K, False, LOWEST, TILE)
         tl.debug_barrier()
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             o_draft = tl.arange(0, DRAFTS)
@@ -166,7 +169,7 @@ def change_kernel(
         tl.debug_barrier()
         position = tl.load(rows.positions_X + i_row)
         if position < tl.load(lanes.free_from_Z + lane):
-            change_listed(p_row, lanes, lane, K, True, TILE)
+            change_listed(p_row, lanes, lane, K, True, LOWEST, TILE)
         size, end = tl.load(lanes.ngram_Z + lane), num_known + num_before
         if (size > 0) & (position == end):
-            change_repeating(p_row, known, lane, size, num_known, end, L, num_drafts, TILE)
+            change_repeating(p_row, known, lane, size, num_known, end, L, num_drafts, LOWEST, TILE)

@@ -56,6 +56,7 @@ def _launched(
         *(logits_XV.stride(0), num_tokens, known.tokens_ZL.shape[1], lanes.listed_ids_ZK.shape[1]),
         num_drafts,
         DRAFTS=triton.next_power_of_2(max(1, num_drafts)),
+        LOWEST=torch.finfo(logits_XV.dtype).min,
         TILE=TILE,
         num_warps=4,
     )
@@ -89,7 +90,8 @@ def _plain(
     for size in set(ngram_M.tolist()) - {0}:
         banning = torch.nonzero((ngram_M == size) & (positions_M == ends_M))[:, 0]
         is_closed_MV[banning] |= _repeating(history_MH[banning], ends_M[banning], size, num_tokens)
-    logits_XV[changing] = values_MV.masked_fill(is_closed_MV[:, :-1], -torch.inf).to(dtype)
+    lowest = torch.finfo(dtype).min
+    logits_XV[changing] = values_MV.to(dtype).masked_fill(is_closed_MV[:, :-1], lowest)
 
 
 def _histories(

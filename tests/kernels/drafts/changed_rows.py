@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +134,8 @@ def _expected(logits_V: Tensor, request: Request, before: list[int], position: i
         return found
 
     known = request.all_known_ids
-    row = changed_reference(logits_V.tolist(), settings, known, before, position, rounded=rounded)
+    options: dict[str, Any] = {"rounded": rounded, "lowest": torch.finfo(logits_V.dtype).min}
+    row = changed_reference(logits_V.tolist(), settings, known, before, position, **options)
     return torch.tensor(row, dtype=logits_V.dtype)
 
 

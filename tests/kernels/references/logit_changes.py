@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ def changed_reference(
     position: int,
     *,
     rounded: Callable[[list[float]], list[float]],
+    lowest: float,
 ) -> list[float]:
     """The row that predicts `position` after the `known` tokens and then these drafts."""
     history, answer = [*known, *drafts], Counter([*known[settings.num_prompt :], *drafts])
@@ -43,10 +43,10 @@ def changed_reference(
     found = rounded(found)
     if position < settings.free_from:
         for token in settings.stops:
-            found[token] = -math.inf
+            found[token] = lowest
     size = settings.ngram
     if size and position == len(history):
         for start in range(len(history) - size + 1):
             if history[start : start + size - 1] == history[len(history) - size + 1 :]:
-                found[history[start + size - 1]] = -math.inf
+                found[history[start + size - 1]] = lowest
     return found

@@ -15,7 +15,7 @@ from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.adapters import write_adapter
-from tests.block_reference import Sampling, SlowBlocks
+from tests.block_reference import NEVER, Sampling, SlowBlocks
 from tests.contracts.block.blocks import PROMPTS, SETTINGS, rules_of, write_block_toy
 from tests.contracts.engines import (
     CYCLE,
@@ -29,7 +29,7 @@ from tests.contracts.engines import (
     write_foreseeing_toy,
 )
 from tests.kernels.references.logit_changes import Settings, changed_reference
-from tests.law.structured import REGEX_TOY, write_structured_toy
+from tests.law.structured import LANGUAGES, REGEX_TOY, write_structured_toy
 from tests.law.structured import build_engine as build_structured
 
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
@@ -137,6 +137,19 @@ def test_grammars_and_changes_go_together(tmp_path: Path) -> None:
         assert other.text != favoured.text
 
 
+@pytest.mark.parametrize(("decoder", "options"), [("ar", {}), ("isd", {"stride": 3})])
+def test_an_answer_ends_where_its_grammar_does(tmp_path: Path, decoder: str, options: dict[str, Any]) -> None:
+    """`min_tokens` is longer than most texts that match; no stop token comes where another may follow."""
+    engine = build_structured(write_structured_toy(tmp_path), decoder, **options)
+    for constraint, texts in LANGUAGES.items():
+        params = SamplingParams(
+            max_tokens=6, min_tokens=6, constraint=constraint, n=150, seed=3, logit_bias={8: 9.0}
+        )
+        found = engine.generate([[1, 4]], params)
+        assert all(done.text in texts or done.finish_reason == "length" for done in found)
+        assert min(len(done.token_ids) for done in found) >= 3
+
+
 class _SlowChanged(SlowBlocks):
     """The slow decoder of blocks, whose rows change by all tokens that are decided but their own."""
 
@@ -150,9 +163,8 @@ class _SlowChanged(SlowBlocks):
             drafts = [token for token in others if token is not None]
             known = [*before, *(token for token in work[:num_fixed] if token is not None)]
             position = len(before) + index
-            rows[index] = changed_reference(
-                row, self.changes, known, drafts, position, rounded=lambda numbers: numbers
-            )
+            options: dict[str, Any] = {"rounded": lambda numbers: numbers, "lowest": NEVER}
+            rows[index] = changed_reference(row, self.changes, known, drafts, position, **options)
         return rows
 
 
