@@ -97,14 +97,6 @@ def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: i
                     assert owner[0] <= num_accepted, "masks hang on a rejected draft"
 
 
-@pytest.mark.parametrize("max_drafts", range(8))
-def test_stocks_are_numbered_one_by_one(max_drafts: int) -> None:
-    assert [draft_buffer.index(max_drafts) for draft_buffer in draft_buffers(max_drafts)] == list(
-        range(2 * max_drafts + 1)
-    )
-    assert DraftBuffer(0, True).index(max_drafts) == 0
-
-
 @pytest.mark.parametrize(("strategy", "num_masks"), OF_ONE_STRIDE)
 def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, num_masks: int) -> None:
     """After a clean sweep the next drafts come from masks behind the last draft, as many as there are."""
@@ -117,34 +109,6 @@ def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, 
         for row in layout.draft_rows[-1]:
             assert _visible(layout, row) >= set(range(layout.num_drafts + 1))
         draft_buffer = layout.next_buffers[-1]
-
-
-@pytest.mark.parametrize(
-    ("num_masks", "max_drafts"), [(num, maximum) for num in range(8) for maximum in (num, 7)]
-)
-def test_alternate_fills_as_many_rows_as_its_stride(num_masks: int, max_drafts: int) -> None:
-    """Whatever drafts another mode left, there is neither a row too many nor one that pads."""
-    for layout in _layouts("alternate", num_masks, max_drafts):
-        assert layout.width == num_masks + 1
-        assert layout.next_buffers[-1].num_drafts == num_masks - layout.num_drafts
-        assert {buffer.num_drafts for buffer in layout.next_buffers[:-1]} <= {0}
-
-
-def test_branch_hangs_a_group_on_every_rejection_point() -> None:
-    steady = _layouts("branch", 3)[3]
-    assert steady.width == 16
-    for num_accepted, draft_rows in enumerate(steady.draft_rows):
-        assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, offset) for offset in range(3)}
-
-
-def test_some_groups_are_even_and_what_is_left_of_one_serves_the_places_behind_it() -> None:
-    steady = _layouts("branch_3", 7)[7]
-    assert steady.mask_parents == (0, 3, 7)
-    assert steady.width == 1 + 4 * 7
-    owners = [[_owner(steady, row) for row in rows] for rows in steady.draft_rows]
-    assert owners[2] == [(0, offset) for offset in range(2, 7)]
-    assert owners[3] == [(3, offset) for offset in range(7)]
-    assert [len(rows) for rows in steady.draft_rows] == [7, 6, 5, 7, 6, 5, 4, 7]
 
 
 @pytest.mark.parametrize(("stride", "acceptance"), [(2, 0.7), (4, 0.3), (8, 0.9)])
@@ -180,3 +144,11 @@ def test_the_stacked_layouts_equal_the_single_ones(strategy: str, num_masks: int
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
             assert int(stacked.tables.next_layouts_YA[y, a]) == following.index(max_drafts)
+
+
+@pytest.mark.parametrize("max_drafts", range(8))
+def test_stocks_are_numbered_one_by_one(max_drafts: int) -> None:
+    assert [draft_buffer.index(max_drafts) for draft_buffer in draft_buffers(max_drafts)] == list(
+        range(2 * max_drafts + 1)
+    )
+    assert DraftBuffer(0, True).index(max_drafts) == 0

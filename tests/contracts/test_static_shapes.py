@@ -198,27 +198,6 @@ def test_bad_settings_are_named(checkpoint: Path, options: dict[str, Any], words
     assert words in caught.value.message
 
 
-@pytest.mark.parametrize(("width", "maximum"), [(1, 256), (7, 256), (16, 64), (64, 8)])
-def test_sizes_to_capture_are_few_and_near(width: int, maximum: int) -> None:
-    sizes = buckets.batch_sizes(width, maximum, 512)
-    assert sizes[0] == 1
-    assert len(sizes) <= 40
-    for size in range(1, min(maximum, sizes[-1]) + 1):
-        padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= buckets.STREAMED_ROWS else 1.125
-        assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))
-
-
-@pytest.mark.parametrize(("width", "num_prompt_rows"), [(1, 128), (1, 8192), (7, 128), (7, 512), (16, 4096)])
-def test_prompts_beside_few_sequences_are_hardly_padded(width: int, num_prompt_rows: int) -> None:
-    sizes = buckets.mixed_sizes(width, num_prompt_rows, 256)
-    assert sizes[-1] == 256 and len(sizes) <= 40
-    for size in range(1, 257):
-        padded = next(each for each in sizes if each >= size)
-        num_rows = size * width + num_prompt_rows
-        assert padded * width + num_prompt_rows <= num_rows * (1.25 if num_rows <= 512 else 1.125)
-
-
 def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
     for num_sequences, block_size in ((3, 32), (40, 8), (64, 32)):
         named = set(head_buckets(num_sequences, block_size))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
+from idlm.infer.accelerators import prefix
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass, PassView
 from tests.accelerator_reference import SlowLists, share_of, top
@@ -149,6 +150,18 @@ def test_every_pass_sees_what_the_equations_say(
     assert plain_answers(kind, every, every, {}) != tokens(found), (
         "the budget must matter, or nothing was tested"
     )
+
+
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
+    toys: dict[str, Path], slow_answers: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "STORED_ROWS", 0)
+    engine = engine_of(toys, "block", accelerators={name: THIN[name]}, max_num_seqs=len(PROMPTS))
+    traces = watch_lists(engine)
+    engine.generate(PROMPTS, PARAMS)
+    for lane, (_, trace, _) in enumerate(slow_answers("block", name)):
+        assert traces[lane] == trace
 
 
 @pytest.fixture(scope="module")

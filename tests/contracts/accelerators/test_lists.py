@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ import pytest
 import torch
 
 from idlm.infer.accelerators import quest
-from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
 from tests.contracts.accelerators.cases import (
-    NUM_LAYERS,
-    PARAMS,
     PROMPTS,
     SIZE,
     THIN,
@@ -75,26 +70,3 @@ def test_quest_scores_no_page_behind_the_table(
     engine = engine_of(toys, accelerators={"quest": THIN["quest"]}, max_num_batched_tokens=SIZE)
     [done] = engine.generate([[1 + number % 30 for number in range(9 * SIZE)]], greedy(max_tokens=SIZE))
     assert len(done.token_ids) == SIZE and {0, 9 * SIZE} <= set(scored)
-
-
-@pytest.mark.parametrize("name", ["mage"])
-def test_a_pass_has_two_plans_and_attends_once_a_layer(
-    toys: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: Counter[str] = Counter()
-
-    def counted(owner: Any, method: str) -> None:
-        called = getattr(owner, method)
-
-        def counting(*given: Any, **named: Any) -> Any:
-            counts[method] += 1
-            return called(*given, **named)
-
-        monkeypatch.setattr(owner, method, counting)
-
-    counted(Runner, "forward")
-    counted(Runner, "_plan_attention")
-    counted(KVCache, "attend")
-    engine_of(toys, accelerators={name: THIN[name]}).generate(PROMPTS, PARAMS)
-    assert counts["_plan_attention"] == 2 * counts["forward"]
-    assert counts["attend"] == NUM_LAYERS * counts["forward"]

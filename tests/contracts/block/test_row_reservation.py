@@ -19,7 +19,6 @@ from idlm.infer.sparse.row_reservation import (
     LateCounts,
     RowDemand,
     RowReservation,
-    head_bucket,
     row_capacity,
     warm_up_capacities,
 )
@@ -105,15 +104,6 @@ def test_the_host_reserves_the_mean_and_a_margin() -> None:
     assert rows.choose(64) == reserved, "a pass of prompts alone says nothing"
 
 
-def test_a_choice_stays_while_it_is_nearly_right() -> None:
-    rows = LateCounts(margin=0.0)
-    chosen = set()
-    for number in range(200):
-        rows.observe(1000 + 20 * (number % 2), 10)
-        chosen.add(rows.choose(10))
-    assert len(chosen - {None}) <= 2
-
-
 def demands(num: int, *, fed: int = 0, retained: int = 0, head: int = 0, **more: Any) -> list[RowDemand]:
     fields = {"samples": True, "waited": False, "certain": 0, **more}
     return [RowDemand(rows=PassRows(fed=fed, retained=retained, head=head), **fields)] * num
@@ -191,21 +181,6 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
     ):
         capacity = row_capacity(PassRows(fed=9000, retained=retained, head=2048), num_scheduled=0, **sizes)
         assert capacity == PassRows(fed=4096, retained=rounded, head=2048)
-
-
-@pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
-def test_capacity_comes_in_eighths_of_all_positions(num_sequences: int) -> None:
-    num_positions = num_sequences * 32
-    assert head_bucket(None, num_sequences, 32) is None
-    assert head_bucket(num_positions, num_sequences, 32) is None
-    capacities = {head_bucket(num, num_sequences, 32) for num in range(num_positions)}
-    if num_positions <= 256:
-        assert capacities == {None}, "the head is bound by its weights"
-        return
-    assert len(capacities) <= 8
-    sizes = [capacity for capacity in capacities if capacity is not None]
-    assert all(capacity % (num_positions // 8) == 0 and capacity >= num_sequences + 32 for capacity in sizes)
-    assert head_bucket(num_positions // 2, num_sequences, 32) == num_positions // 2
 
 
 def test_attention_is_laid_out_for_one_block_of_a_sequence(

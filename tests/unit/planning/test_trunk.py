@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from benchmarks.engine.canvas.executor import forward_of
@@ -43,48 +41,6 @@ def test_unchunked_live_sets_are_those_of_the_table() -> None:
 
 def names(plan: ArenaPlan) -> list[str]:
     return [step.op.name for step in plan.steps()]
-
-
-def test_an_executor_can_walk_a_dense_template() -> None:
-    shape = dataclasses.replace(LLADA_8B, num_layers=2)
-    template = trunk_template(shape, chunks_queries=True)
-    sizes = Sizes(length=100, wanted=30, chunks={"query": 2, "ffn": 3, "logits": 2})
-    kv = ["attention_norm", "k_proj", "v_proj"]
-    attention = ["attention_norm", "q_proj", "attention", "o_proj", "add"]
-    ffn = ["ffn_norm", "gate_up", "activate", "down", "add"]
-    head = ["head_norm", "logits", "choose_tokens"]
-    expected = ["embed", *(kv * 2 + attention * 2 + ffn * 3) * 2, *head * 2]
-    assert names(plan_template(template, sizes)) == expected
-
-
-def test_an_executor_can_walk_a_moe_template() -> None:
-    template = trunk_template(dataclasses.replace(LLADA_MOE, num_layers=1))
-    plan = plan_template(template, Sizes(length=64, wanted=8, chunks={"experts": 4}))
-    attention = ["attention_norm", "q_proj", "k_proj", "v_proj", "attention", "o_proj", "add"]
-    experts = [
-        "ffn_norm",
-        "router",
-        "choose_experts",
-        "sort_pairs",
-        "expert_hidden",
-        "expert_outputs",
-        "add_experts",
-    ]
-    assert names(plan) == ["embed", *attention, *experts * 4, "head_norm", "logits", "choose_tokens"]
-    assert plan.num_bytes["expert_out"] == 64 // 4 * 8 * 4096
-
-
-def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
-    plan = plan_template(
-        trunk_template(LLADA_8B), Sizes(length=500, wanted=300, chunks={"logits": 4, "ffn": 2})
-    )
-    for wanted, rows in ((300, [75] * 4), (160, [54, 54, 52]), (75, [75]), (1, [1]), (0, [])):
-        steps = [step for step in plan.steps(wanted) if step.op.name == "logits"]
-        assert [step.stop - step.start for step in steps] == rows
-        assert all(step.offsets["logits"] == plan.offsets["logits"] for step in steps)
-    assert sum(step.op.name == "down" for step in plan.steps(5)) == 2 * 32
-    with pytest.raises(AssertionError, match="planned for 300"):
-        plan.steps(301)
 
 
 def test_a_fused_head_stores_no_logits() -> None:
