@@ -328,7 +328,7 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     if plan is None:
         why = "set plan.tflops" if estimate.is_counted else "this architecture's FLOPs are not counted"
         return [f"no estimate: {why}"]
-    extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
+    extra = f", {plan.extra_flops / 1e12:,.1f} more by these settings" if plan.extra_flops else ""
     return [
         f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
         plan.how,
