@@ -69,6 +69,24 @@ def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path
     assert result.tokens_per_forward >= 2.3
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_requests_of_one_token_per_pass_equal_greedy_ar(adaptive: bool) -> None:
+    """Alone, and in the graphs of passes with drafts."""
+    prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 12)]
+    converted, options = (
+        BASE.parent / "tiny_idlm",
+        {"device": "cuda", "dtype": "float32", "deterministic": True},
+    )
+    expected = Engine.from_pretrained(converted, "ar", **options).generate(prompts, GREEDY)
+    engine = Engine.from_pretrained(converted, "isd", adaptive=adaptive, **options)
+    single = replace(GREEDY, decoder_options={"stride": 1})
+    for params in ([single] * 12, [single, GREEDY] * 6):
+        completions = engine.generate(prompts, params)
+        assert [done.token_ids for done in completions] == [done.token_ids for done in expected]
+        tested = [bool(done.tested_by_position) for done in completions]
+        assert not any(tested[::2]) and (params[1] is single or any(tested[1::2]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) -> None:
     """Deterministic, because otherwise the rounding of a key could depend on the rows of the pass."""
