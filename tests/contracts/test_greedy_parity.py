@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -87,16 +88,24 @@ def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, 
     assert tokens_per_forward(completions) > 1.0
 
 
-@pytest.mark.sweep_but("tree-False", "tree-True")
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.sweep_but(strategy="tree", way={"adaptive": True, "graphs": "on"})
+@pytest.mark.parametrize(
+    "way", [{}, {"graphs": "on", "num_inflight_steps": 3}, {"adaptive": True, "graphs": "on"}], ids=str
+)
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
-def test_a_request_may_take_one_token_per_pass(foreseeing: Path, strategy: str, adaptive: bool) -> None:
+def test_a_request_may_take_one_token_per_pass(
+    foreseeing: Path, strategy: str, way: dict[str, object]
+) -> None:
     """Alone, and in the same passes as others; half of the sequences have fewer rows if it is adaptive."""
     prompts = prompts_of(_lengths(4)[:8], vocab_size=CYCLE)
     expected = answers(_ar(foreseeing, tuple(_lengths(4)[:8]), CYCLE, 24))
-    engine = build_engine(
-        foreseeing, "isd", stride=4, rejection_strategy=strategy, adaptive=adaptive, max_num_seqs=8
-    )
+    engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy, max_num_seqs=8, **way)
+    halved = [number for number, mode in enumerate(engine.decoder.modes) if mode.narrow is not None]
+    if halved:
+        calls = itertools.count()
+        engine._stride_controller.choose = lambda load: (
+            halved[next(calls) % len(halved)] if load.has_halves and load.takes_drafts else 0
+        )
     many = greedy(max_tokens=24)
     single = dataclasses.replace(many, decoder_options={"stride": 1})
     for params in ([single] * 8, [single, many] * 4):
