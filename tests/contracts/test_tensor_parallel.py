@@ -55,6 +55,13 @@ DECODERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 """Decoder, its options, and settings of the engine of several ranks."""
 
+CHANGED = [
+    greedy(max_tokens=6),
+    greedy(max_tokens=6, presence_penalty=1.5, repetition_penalty=1.2, logit_bias={3: 2.0}),
+    greedy(max_tokens=6, min_tokens=3, stop_token_ids=(5,), logit_bias={5: 50.0}),
+    greedy(max_tokens=6, frequency_penalty=0.5, no_repeat_ngram_size=2),
+]
+
 pytestmark = pytest.mark.filterwarnings("ignore:stride")
 
 
@@ -85,9 +92,9 @@ def _check_parity(
     prompts = prompts_of([1, 7, 30, 5])
     for decoder, options, ways in decoders:
         both = options if decoder == "ar" else {**options, "mask_token_id": mask_token_id}
-        expected = build_engine(checkpoint, decoder, **both).generate(prompts, greedy(max_tokens=6))
+        expected = build_engine(checkpoint, decoder, **both).generate(prompts, CHANGED)
         engine = group_engine(group, checkpoint, decoder, **both, **ways)
-        found = engine.generate(prompts, greedy(max_tokens=6))
+        found = engine.generate(prompts, CHANGED)
         assert [mine.token_ids for mine in found] == [one.token_ids for one in expected], options
         assert acceptance_of(found) == acceptance_of(expected)
         _compare(engine)

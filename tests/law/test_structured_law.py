@@ -21,7 +21,10 @@ from idlm.infer.structured.draft_choice import Follower
 from idlm.infer.structured.grammar import compute_bits
 from idlm.kernels.sampling import allowed_logits
 from idlm.kernels.sampling.types import PlainProbs
+from idlm.semantics import Semantics
 from tests.law.structured import (
+    NUM_TOKENS,
+    PIECES,
     SCHEMA_TOY,
     SETTINGS,
     build_engine,
@@ -51,6 +54,14 @@ def test_answers_follow_the_masked_ar_law(toy: Path, decoder: str, options: dict
     found = draw_fits(toy, build_engine(toy, decoder, **options), REDUCED)
     assert found.p_value >= LEVEL / 24, found
     assert decoder == "ar" or 0.3 < found.acceptance < 0.9, found.acceptance
+
+
+@pytest.mark.sweep
+def test_random_ids_in_place_of_masks_leave_the_masked_law(tmp_path: Path) -> None:
+    directory = write_structured_toy(tmp_path)
+    Semantics(noise_range=(0, len(PIECES)), stride=NUM_TOKENS).save(directory)
+    found = draw_fits(directory, build_engine(directory, "isd", **BRANCH), REDUCED)
+    assert found.p_value >= LEVEL / 24, found
 
 
 @pytest.mark.sweep

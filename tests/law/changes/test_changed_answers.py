@@ -52,7 +52,7 @@ def greedy_params(**settings: Any) -> list[SamplingParams]:
     return [greedy(max_tokens=24, **settings, **CHANGED[number % 4]) for number in range(len(LENGTHS))]
 
 
-@pytest.mark.sweep_but("tree", is_adapter=True)
+@pytest.mark.sweep_but("adapter-tree")
 @pytest.mark.parametrize("strategy", [*STRATEGIES.names(), "branch_2"])
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
 def test_greedy_answers_are_those_of_ar(
@@ -168,6 +168,7 @@ class _SlowChanged(SlowBlocks):
         return rows
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize(
     ("options", "is_sampled"),
     [({}, False), ({}, True), ({"strategy": "sequential"}, True), ({"mode": "quality"}, False)],

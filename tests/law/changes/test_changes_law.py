@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("isd", {"stride": 3, "rejection_strategy": "branch"}),
     ("isd", {"stride": 4, "rejection_strategy": "tree", "graphs": "on", "num_inflight_steps": 3}),
 ]
-NUM_DRAWS, LOOKS = 500, (500, 2_000)
+NUM_DRAWS, LOOKS = 500, (200, 2_000)
 
 
 def _name(value: Any) -> str:
