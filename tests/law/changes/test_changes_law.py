@@ -22,6 +22,7 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from idlm.semantics import Semantics
+from tests.adapters import add_selector
 from tests.law.changes.law import SETTINGS, exact_law, fits
 from tests.law.harness import NUM_TOKENS, VOCAB, build_engine, misfits, sample
 
@@ -33,7 +34,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("isd", {"stride": 2, "rejection_strategy": "cold"}),
     ("isd", {"stride": 3, "rejection_strategy": "branch"}),
     ("isd", {"stride": 4, "rejection_strategy": "tree", "graphs": "on", "num_inflight_steps": 3}),
+    ("isd", {"stride": 4, "adaptive": True}),
 ]
+"""Adaptive ones run in the mode whose halves have different numbers of rows."""
 NUM_DRAWS, LOOKS = 500, (200, 2_000)
 
 
@@ -52,6 +55,9 @@ def uniform(law_toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def law_holds(law_toy: Path, directory: Path, num_draws: int, decoder: str = "isd", **options: Any) -> bool:
     """Nine settings share every pass: penalties, biases and both at three temperatures."""
     engine = build_engine(directory, decoder, num_lanes=512, **options)
+    if options.get("adaptive"):
+        halved = [number for number, mode in enumerate(engine.decoder.modes) if mode.narrow is not None]
+        engine._stride_controller.choose = lambda load: halved[0]
     sampled = sample(engine, SETTINGS, num_draws, per_request=50)
     assert decoder == "ar" or 0.2 < sampled.acceptance < 0.9, sampled.acceptance
     found = fits(law_toy, sampled)
@@ -74,6 +80,13 @@ def test_the_law_in_full(law_toy: Path, strategy: str) -> None:
 @pytest.mark.sweep
 def test_random_ids_in_place_of_masks_leave_the_changed_law(law_toy: Path, uniform: Path) -> None:
     assert law_holds(law_toy, uniform, NUM_DRAWS, stride=4, rejection_strategy="tree")
+
+
+@pytest.mark.sweep
+def test_drafts_of_a_selector_leave_the_changed_law(law_toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(law_toy, tmp_path, dirs_exist_ok=True)
+    add_selector(tmp_path, vocab_size=VOCAB, width=8)
+    assert law_holds(law_toy, tmp_path, NUM_DRAWS, stride=4, rejection_strategy="tree")
 
 
 def test_the_changed_laws_differ(law_toy: Path) -> None:
