@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from idlm import __version__
 from idlm.cli import command
-from idlm.cli.project import PREFIX, commands
+from idlm.config.project import PREFIX, commands
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 

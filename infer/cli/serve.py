@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 from idlm.cli import command
-from idlm.errors import UserError, install_command
+from idlm.config.project import install_command
+from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.help import EngineHelp
 from idlm.infer.server.config import ServeConfig

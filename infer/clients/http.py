@@ -17,8 +17,9 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
+from idlm.config.project import install_command
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError, install_command
+from idlm.errors import UserError
 from idlm.infer.cli.config import KEY_VARIABLE
 from idlm.infer.clients.loads import Job, Load, OnDone, Record
 from idlm.infer.clients.view import Chunk

@@ -8,12 +8,12 @@ import json
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlparse
 
-from idlm.cli.project import declared
+from idlm.config.project import ROOT, declared, install_command, requirements
 from idlm.config.suggest import did_you_mean
-from idlm.errors import ROOT, UserError, install_command
+from idlm.errors import UserError
 from idlm.fingerprint import version_of
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -33,47 +33,32 @@ class Finding(NamedTuple):
 
 def findings(extras: Iterable[str]) -> Iterator[Finding]:
     """`extras`: those whose packages must all be there. UserError IDLM-0109 for an unknown one."""
-    groups, wanted = requirements(), set(extras)
+    groups = {name: group for name, group in requirements().items() if name not in NOT_FOR_USERS}
+    wanted = set(extras)
     if unknown := sorted(wanted - groups.keys()):
         message = f"unknown extra {unknown[0]!r}{did_you_mean(unknown[0], groups)}"
         raise UserError("IDLM-0109", message, fix=f"give some of: {', '.join(filter(None, groups))}")
-    # An extra may name others: `idlm[structured]`.
-    wanted |= {name for extra in wanted for one in groups[extra] if one.name == "idlm" for name in one.extras}
+    shown: set[str] = set()
     for extra, group in groups.items():
-        own = [one for one in group if one.name != "idlm"]
-        versions = {one.name: version_of(one.name) for one in own}
-        for one in own:
-            if (version := versions[one.name]) is not None:
+        versions = {one.name: version_of(one.name) for one in group}
+        lacking = [one for one in group if versions[one.name] is None]
+        for one in group:
+            if (version := versions[one.name]) is not None and one.name not in shown:
+                shown.add(one.name)
                 is_allowed = one.specifier.contains(version, prereleases=True)
-                fix = "" if is_allowed else f"pip install '{one.name}{one.specifier}'"
+                fix = "" if is_allowed else f"pip install '{one}'"
                 text = f"{version}, allowed {one.specifier}"
                 yield Finding(OK if is_allowed else PROBLEM, one.name, text, fix)
-        if lacking := [name for name, version in versions.items() if version is None]:
+        if lacking:
             # The few packages of a small extra may be there for another package.
-            is_broken = len(own) > 3 and 2 * len(lacking) < len(own)
+            is_broken = len(group) > 3 and 2 * len(lacking) < len(group)
             status = PROBLEM if not extra or extra in wanted or is_broken else NOTE
-            missing = (f"'{one.name}{one.specifier}'" for one in own if one.name in lacking)
-            fix = install_command(extra) if extra else f"pip install {' '.join(missing)}"
-            yield Finding(status, f"extra {extra}" if extra else "idlm", f"lacks {', '.join(lacking)}", fix)
+            named = " ".join(f"'{one}'" for one in lacking)
+            fix = install_command(extra) if extra else f"pip install {named}"
+            text = f"lacks {', '.join(one.name for one in lacking)}"
+            yield Finding(status, f"extra {extra}" if extra else "idlm", text, fix)
     yield from _copies(sorted({"idlm", *(one.name for group in groups.values() for one in group)}))
     yield from _imports()
-
-
-def requirements() -> dict[str, list[Any]]:
-    """What applies to this system, by extra; the extra "" is what idlm always needs."""
-    from packaging.requirements import Requirement
-
-    project, found = declared(), {"": list[Any]()}
-    lines = [(line, "") for line in project.get("dependencies", ())]
-    for extra, names in project.get("optional-dependencies", {}).items():
-        lines += [(line, extra) for line in names]
-    for line in () if project else metadata.requires("idlm") or ():
-        lines.append((line, line.partition("extra == ")[2].strip("\"'")))
-    for line, extra in lines:
-        one = Requirement(line)
-        if extra not in NOT_FOR_USERS and (one.marker is None or one.marker.evaluate({"extra": extra})):
-            found.setdefault(extra, []).append(one)
-    return found
 
 
 def _copies(names: Iterable[str]) -> Iterator[Finding]:

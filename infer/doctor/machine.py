@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from idlm.errors import install_command
-from idlm.infer.doctor.installation import NOTE, OK, PROBLEM, Finding, requirements
+from idlm.config.project import install_command, requirements
+from idlm.infer.doctor.installation import NOTE, OK, PROBLEM, Finding
 
 MIN_FREE_BYTES = 1 << 28
 MIN_SHARED_BYTES = 1 << 30

@@ -9,8 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from idlm.config.project import install_command
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError, install_command
+from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.output import answer_file
 from idlm.infer.engine import Engine

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from idlm.config.project import install_command
 from idlm.contracts import Constraint
-from idlm.errors import UserError, install_command
+from idlm.errors import UserError
 from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warnings
 from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from idlm import errors
+from idlm.config import project
 from tests.repo.files import ROOT, listed, python_files, text_of
 
 PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
@@ -176,14 +176,14 @@ def test_grading_and_configuration_need_the_same_antlr() -> None:
 
 
 def test_a_fix_installs_an_extra_from_the_clone_or_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert errors.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
+    assert project.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
     extras = ("serve", "structured", "math")
     lines = [
         f"{line}; extra == {extra!r}" for extra in extras for line in PROJECT["optional-dependencies"][extra]
     ]
-    monkeypatch.setattr(errors, "ROOT", ROOT / "tests")
-    monkeypatch.setattr(errors.metadata, "requires", lambda name: [*PROJECT["dependencies"], *lines])
-    packages = shlex.split(errors.install_command("serve"))
+    monkeypatch.setattr(project, "ROOT", ROOT / "tests")
+    monkeypatch.setattr(project.metadata, "requires", lambda name: [*PROJECT["dependencies"], *lines])
+    packages = shlex.split(project.install_command("serve"))
     assert packages[:2] == ["pip", "install"]
     names = {Requirement(package).name for package in packages[2:]}
     assert {"fastapi", "uvicorn", "llguidance"} <= names and not names & {"idlm", "torch", "math-verify"}

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from idlm.errors import UserError, install_command
+from idlm.config.project import install_command
+from idlm.errors import UserError
 from idlm.log import num_processes
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, has_fp32_masters, num_elements

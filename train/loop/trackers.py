@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from idlm.errors import UserError, install_command
+from idlm.config.project import install_command
+from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.progress import EVALUATION, read_metrics

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from idlm.errors import UserError, install_command
+from idlm.config.project import install_command
+from idlm.errors import UserError
 from idlm.kernels.split_attention import Visibility, split_attention_ranges, visibility
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask
 

@@ -11,7 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
-from idlm.errors import UserError, install_command
+from idlm.config.project import install_command
+from idlm.errors import UserError
 
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0

@@ -24,8 +24,8 @@ import pytest
 from idlm.cli.command import has_help_flag
 from idlm.cli.help import describe
 from idlm.cli.main import run_command
-from idlm.cli.project import commands as commands_of_idlm
 from idlm.config.compose import compose, recipes
+from idlm.config.project import commands as commands_of_idlm
 from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.generate import generate

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from idlm.config import compose
-from idlm.errors import ROOT, UserError
+from idlm.config.project import ROOT
+from idlm.errors import UserError
 from idlm.infer.doctor import installation, law, machine
 from idlm.infer.doctor.command import DoctorConfig, doctor, self_test
 from idlm.infer.doctor.command import _findings as findings
@@ -184,7 +185,7 @@ FAULTS = {
     "driver that fails": Fault(driver_that_fails, "GPU", "torch sees none", "nvidia-smi"),
     "incomplete extra": Fault(lacks(*UVICORN), "extra serve", "lacks uvicorn", "[serve]"),
     "missing extra": Fault(lacks(*SERVE), "extra serve", "uvicorn", "[serve]", ("serve",)),
-    "nested extra": Fault(lacks("llguidance"), "extra structured", "llguidance", "[structured]", ("serve",)),
+    "nested extra": Fault(lacks("llguidance"), "extra serve", "lacks llguidance", "[serve]", ("serve",)),
     "missing package": Fault(lacks("rich"), "idlm", "lacks rich", "pip install 'rich>="),
     "HF cache": Fault(unwritable("HF_HOME"), "HF cache", "cannot be written", "HF_HOME"),
     "temporary files": Fault(unwritable("TMPDIR"), "temporary files", "cannot be written", "TMPDIR"),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from idlm import __version__
-from idlm.cli import project
 from idlm.cli.help import is_leaf
 from idlm.cli.main import SHELLS, commands, completion, help_text, run_command, words_of
+from idlm.config import project
 from idlm.config.schema import ITEM, walk
 from idlm.errors import UserError
 from idlm.train.cli import HELP as TRAIN
