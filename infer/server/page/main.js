@@ -76,6 +76,11 @@ function startKey() {
   byId("key-cancel").addEventListener("click", () => dialog.close());
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
+    // Headers hold nothing else, and the browser's own words for that are hard to read.
+    if (/[^\x20-\x7e]/.test(byId("key").value)) {
+      askForKey("A key has only letters, digits and signs of ASCII.");
+      return;
+    }
     setKey(byId("key").value);
     byId("key").value = "";
     dialog.close();

@@ -95,7 +95,8 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
 
     async def read() -> tuple[bytes, int]:
         generation, sent, num_pushed = new_generation(), [], 0
-        reply = new_reply("completion", generation)
+        options = {"include_passes": True}
+        reply = new_reply("completion", generation, stream=True, stream_options=options)
 
         def sink(index: int, event: AnswerEvent) -> bool:
             nonlocal num_pushed
@@ -114,7 +115,9 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
         generation.sink = sink
         task = asyncio.create_task(stream())
         for number in range(100):
-            generation.put(AnswerEvent("0-0", 0, [5], f"{number},", [], FIGURES if number == 99 else None))
+            figures = FIGURES if number == 99 else None
+            event = AnswerEvent("0-0", 0, [5], f"{number},", [], figures, passes=[[1, 0, number]])
+            generation.put(event)
             for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)
         await task
@@ -122,8 +125,10 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
 
     chunks, num_pushed = asyncio.run(read())
     assert num_pushed > 5
-    output = "".join(choice["text"] for chunk in content(chunks) for choice in chunk["choices"])
-    assert output == "".join(f"{number}," for number in range(100))
+    choices = [choice for chunk in content(chunks) for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "".join(f"{number}," for number in range(100))
+    # Events that become one chunk leave their passes apart.
+    assert [one["tested"] for choice in choices for one in choice["passes"]] == [*range(100)]
 
 
 @pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True)])
