@@ -145,7 +145,9 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         mask_text=mask_text,
         base=base,
         frozen_base=copied,
-        base_identity=base_identity(Path(config.model.path or "")) if adapter or copied else None,
+        base_identity=base_identity(Path(config.model.path))
+        if config.model.path and (adapter or copied)
+        else None,
     )
 
 
