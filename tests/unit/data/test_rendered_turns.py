@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
+from idlm.text.left_out import kinds_left_out
+from idlm.text.templates import render
 from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train.data.base import without_thinking
 from idlm.train.data.encoder import Encoder
@@ -340,3 +342,28 @@ def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
 def test_only_a_leading_thought_with_an_end_is_removed() -> None:
     with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
         without_thinking("<think>and so on", origin="here")
+
+
+@pytest.mark.parametrize(
+    ("form", "messages", "lost"),
+    [
+        ("chatml", [QUESTION, answer(tool_calls=[CALL]), QUESTION], ["tool_calls of assistant turns"]),
+        ("calls", [QUESTION, answer(tool_calls=[CALL]), QUESTION], []),
+        ("two roles", [{"role": "system", "content": "Hi"}, QUESTION], ["content of system turns"]),
+        ("dropped", [QUESTION, answer(content=THOUGHT), QUESTION], []),
+        ("dropped", [QUESTION, answer(content="Yes", reasoning_content="WHY"), QUESTION], []),
+    ],
+)
+def test_a_form_of_chats_loses_the_same_kinds_whatever_they_say(
+    folder: Path, form: str, messages: list[dict[str, Any]], lost: list[str]
+) -> None:
+    tokenizer, known, drawn = form_tokenizer(folder, form), dict[int, list[str]](), []
+
+    def redraw(changed: Any, tools: Any) -> str:
+        drawn.append(changed)
+        return render(tokenizer, changed, open_turn=True, tools=tools)
+
+    for question in ("Is it so?", "And now?"):
+        messages[-1] = {**messages[-1], "content": question}
+        assert kinds_left_out(messages, [], redraw=redraw, known=known) == lost
+    assert len(drawn) == 1
