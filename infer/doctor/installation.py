@@ -68,7 +68,8 @@ def _copies(names: Iterable[str]) -> Iterator[Finding]:
         if len(found) > 1:
             text = "; ".join(f"{version} in {folder}" for version, folder in found.items())
             fix = f"unset PYTHONPATH; pip uninstall {name} until none is left; then install one"
-            yield Finding(PROBLEM, name, f"several versions: {text}", fix)
+            # Of other packages the first one counts, whose version is examined.
+            yield Finding(PROBLEM if name == "idlm" else NOTE, name, f"several versions: {text}", fix)
     installed = next(map(_origin, metadata.distributions(name="idlm")), None)
     if installed is not None and installed != ROOT:
         fix = "unset PYTHONPATH" + f", or pip install -e '{ROOT}'" * bool(declared())

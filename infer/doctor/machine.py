@@ -40,6 +40,9 @@ def gpu() -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         version = "CUDA {}.{}".format(*known) if known else "an unknown CUDA"
         return Finding(OK, "GPU", f"{', '.join(names)}; driver for {version}, torch for CUDA {built}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if known is not None and hidden in ("", "-1"):
+        return Finding(NOTE, "GPU", f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs", "unset it")
     if known is None or known[2] == NO_DEVICE:
         return Finding(OK, "GPU", "none: idlm runs on the CPU")
     major, minor, status = known
@@ -53,8 +56,6 @@ def gpu() -> Finding:
     if major < int(built.partition(".")[0]):
         fix = "install a newer NVIDIA driver" + f", or {other_torch}" * (major >= 12)
         return Finding(PROBLEM, "GPU", f"the driver is for CUDA {major}.{minor}, torch for {built}", fix)
-    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return Finding(NOTE, "GPU", f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs", "unset it")
     text = f"torch sees none, and the driver (CUDA {major}.{minor}) starts with status {status}"
     fix = "see whether `nvidia-smi` works; in a container start it with --gpus all"
     return Finding(PROBLEM, "GPU", text, fix)

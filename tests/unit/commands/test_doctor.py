@@ -173,7 +173,7 @@ FAULTS = {
     "transformers is too old": Fault(
         installed("transformers", "4.57.1"), "transformers", "4.57.1, allowed", "pip install 'transformers<6"
     ),
-    "two versions": Fault(installed("numpy", "2.0.0"), "numpy", "several versions", "pip uninstall numpy"),
+    "two versions": Fault(installed("idlm", "0.0.1"), "idlm", "several versions", "pip uninstall idlm"),
     "deepspeed is too new": Fault(installed("deepspeed", "0.21.0"), "deepspeed", "0.21.0", "'deepspeed<0.20"),
     "no compiler": Fault(without_compiler, "compiler", "no C compiler", "apt install gcc"),
     "no headers": Fault(without_headers, "compiler", "Python.h", "python3-dev"),
@@ -254,10 +254,17 @@ def test_what_is_optional_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     lacks(*SERVE)(monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     has_gpus(monkeypatch, 0)
+    monkeypatch.setattr(machine, "driver", lambda: (12, 8, machine.NO_DEVICE))
+    installed("rich", "14.0.0")(monkeypatch, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         found = {one.name: one for one in findings(DoctorConfig(test=False, port=port))}
-    for name, fix in (("extra serve", "[serve]"), ("GPU", "unset it"), ("port", "another port")):
+    for name, fix in (
+        ("extra serve", "[serve]"),
+        ("GPU", "unset it"),
+        ("port", "another port"),
+        ("rich", "uninstall rich"),
+    ):
         assert found[name].status == NOTE and fix in found[name].fix, found[name]
 
 
