@@ -4,7 +4,7 @@ answer must match (`ConstraintFields`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +25,8 @@ IGNORED = frozenset(
     )
 )
 """Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
+MAX_NESTED = 100
+"""Levels of JSON within a request."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "suffix": ("",),
@@ -85,12 +87,20 @@ class Body(BaseModel):
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON has no lone surrogates or infinite numbers, and is not nested too deeply to be written."""
+    """Whether JSON has no lone surrogates or infinite numbers, and at most `MAX_NESTED` levels, since what
+    reads it is recursive."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
-    return True
+    level = [value]
+    for _ in range(MAX_NESTED):
+        level = [part for one in level for part in _parts(one)]
+    return not level
+
+
+def _parts(value: Any) -> Collection[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class _Part(BaseModel):

@@ -15,7 +15,14 @@ from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers import calls_grammar
-from idlm.infer.server.protocol.body import Body, ConstraintFields, Text, Unicode, is_json
+from idlm.infer.server.protocol.body import (
+    MAX_NESTED,
+    Body,
+    ConstraintFields,
+    Text,
+    Unicode,
+    is_json,
+)
 from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
@@ -66,7 +73,9 @@ class ToolCall(BaseModel):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict) or not is_json(arguments):
-            raise FieldError(f"{location}.function.arguments", "not a JSON object")
+            raise FieldError(
+                f"{location}.function.arguments", f"not a JSON object of at most {MAX_NESTED} levels"
+            )
         function = {"name": called.name, "arguments": arguments}
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
 
@@ -93,7 +102,7 @@ class Tool(Body):
         """Also text that cannot be encoded, and arguments that are none."""
         super().check(location)
         if not is_json(self.plain()):
-            rule = "text that is not valid Unicode, or an infinite number"
+            rule = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
             raise FieldError(location.removesuffix("."), rule)
         kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):

@@ -69,6 +69,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
             ("arguments", {"arguments": "{"}),
             ("arguments", {"arguments": '{"a": "\\ud800"}'}),
             ("arguments", {"arguments": '{"a": 1e999}'}),
+            ("arguments", {"arguments": '{"a": ' * 101 + "1" + "}" * 101}),
             ("name", {"name": ""}),
         )
     ),
