@@ -175,9 +175,9 @@ class SamplingParams:
         return self.decoder_options.get("stride") == 1
 
     @property
-    def changes(self) -> tuple[str, ...]:
+    def changes(self) -> list[str]:
         """The settings of `CHANGES` that change logits."""
-        return tuple(name for name, neutral in CHANGES.items() if getattr(self, name) != neutral)
+        return [name for name, neutral in CHANGES.items() if getattr(self, name) != neutral]
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""

@@ -97,7 +97,8 @@ class EngineParts:
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
         if params.stop and self.tokenizer is None:
             raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
-        check_listed(params, stop_ids)
+        if params.logit_bias or params.min_tokens:
+            check_listed(params, stop_ids)
         max_length = self._max_length(request_id, prompt_ids, params)
         constraint = params.constraint
         grammars = None if constraint is None else self._grammars(constraint, params.n, compiles=compiles)

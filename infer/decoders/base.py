@@ -304,7 +304,7 @@ def changed_logits(
     if batch.changes:
         lanes_X = plan.logit_lanes_X
         if lanes_X is None:
-            lanes_X = plan.lanes_B[:, None].expand(-1, len(logits_XV) // len(plan.lanes_B)).flatten()
+            lanes_X = plan.lanes_B[:, None].repeat(1, len(logits_XV) // len(plan.lanes_B)).flatten()
         rows_X = plan.logit_rows_X
         rows = ChangedRows(
             lanes_X=lanes_X,

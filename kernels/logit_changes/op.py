@@ -31,6 +31,8 @@ def change_logits(
     """Change rows by the settings of their lanes and the tokens before them, in place. First counts what the
     lanes `lanes_B` of the pass got to know since the last call; a lane that occurs twice must not be
     active."""
+    # The rows of one sequence are easily a view that repeats its lane.
+    assert all(row_X is None or row_X.is_contiguous() for row_X in rows), f"{[*rows]=}"
     run = _launched if runs_kernels(logits_XV) else _plain
     run(logits_XV, lanes, known, rows, lanes_B)
 
