@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -158,7 +159,7 @@ class SamplingParams:
             object.__setattr__(self, "decoder_options", options)
         object.__setattr__(self, "logit_bias", _by_token(self.logit_bias))
         problems = [
-            f"{name}={getattr(self, name)!r} must be {allowed}"
+            f"{name}={reprlib.repr(getattr(self, name))} must be {allowed}"
             for name, is_allowed, allowed in self._checks()
             if not is_allowed
         ]
@@ -224,8 +225,8 @@ class SamplingParams:
             ("frequency_penalty", is_number(self.frequency_penalty, -2, 2), "in [-2, 2] (0 is off)"),
             (
                 "repetition_penalty",
-                is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0,
-                "a finite number > 0 (1 is off)",
+                is_number(self.repetition_penalty, 1e-3, 1e3),
+                "in [0.001, 1000] (1 is off)",
             ),
             ("logit_bias", is_bias and len(biases) <= MAX_BIASES, bias_rule),
             ("no_repeat_ngram_size", has_ngrams, ngram_rule),

@@ -156,7 +156,7 @@ class SamplingFields(ConstraintFields):
     tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Biases | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None

@@ -30,7 +30,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "model": "another"}, "model"),
     (COMPLETIONS, {"prompt": "a", "frequency_penalty": 2.5}, "frequency_penalty"),
     (COMPLETIONS, {"prompt": "a", "presence_penalty": -2.5}, "presence_penalty"),
-    (CHAT, {**VALID[CHAT], "repetition_penalty": 0}, "repetition_penalty"),
+    (CHAT, {**VALID[CHAT], "repetition_penalty": 1e-300}, "repetition_penalty"),
     (CHAT, {**VALID[CHAT], "logit_bias": {"3": 101}}, "logit_bias.3"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1000000": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"three": 1}}, "logit_bias.three"),
