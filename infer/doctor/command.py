@@ -68,7 +68,8 @@ def doctor(arguments: list[str]) -> int:
         about = {"idlm": __version__, "python": sys.version, "system": platform.platform(), "counts": counts}
         print(json.dumps({**about, "findings": [one._asdict() for one in found]}, indent=2))
     else:
-        print(f"\nidlm {__version__}, Python {platform.python_version()}: {counts[PROBLEM]} problems")
+        noun = "problem" if counts[PROBLEM] == 1 else "problems"
+        print(f"\nidlm {__version__}, Python {platform.python_version()}: {counts[PROBLEM]} {noun}")
     return int(counts[PROBLEM] > 0)
 
 
@@ -102,6 +103,8 @@ def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
     """The findings of a check; what a broken kernel, compiler or library raises is one too."""
     try:
         yield from check()
+    except UserError as error:
+        yield Finding(PROBLEM, name, error.message, error.fix)
     except Exception as error:
         text = f"the check fails: {type(error).__name__}: {error}"
         yield Finding(PROBLEM, name, text, f"correct the problems above; if there is none, {REPORT}")
