@@ -52,6 +52,8 @@ async function look() {
     if (!(error instanceof ApiError)) throw error;
     byId("load-state").replaceChildren(make("span", { class: "error" }, error.message));
     before = null;
+    // The page asks for a key, once; with one it looks again.
+    if (error.status === 401) showLoad(false);
   }
 }
 

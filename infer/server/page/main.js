@@ -74,6 +74,9 @@ function startKey() {
   const dialog = byId("key-dialog");
   byId("key-button").addEventListener("click", () => askForKey(""));
   byId("key-cancel").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => {
+    byId("key").value = "";
+  });
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     // Headers hold nothing else, and the browser's own words for that are hard to read.
@@ -82,7 +85,6 @@ function startKey() {
       return;
     }
     setKey(byId("key").value);
-    byId("key").value = "";
     dialog.close();
     connect();
   });
@@ -101,6 +103,7 @@ async function connect() {
     const stride = engine.stride > 1 ? `, up to ${engine.stride} tokens per pass` : "";
     byId("model").textContent = `${name}: decoder ${engine.decoder}${stride}, ${engine.exactness}`;
     setPresets(engine);
+    showLoad(!byId("load").hidden);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     byId("model").textContent = error.message;
