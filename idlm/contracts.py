@@ -176,9 +176,10 @@ class SamplingParams:
         return self.decoder_options.get("stride") == 1
 
     @property
-    def changes(self) -> list[str]:
-        """The settings of `CHANGES` that change logits."""
-        return [name for name, neutral in CHANGES.items() if getattr(self, name) != neutral]
+    def changes(self) -> bool:
+        """Whether one of `CHANGES` changes logits."""
+        is_penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(is_penalised or self.logit_bias or self.no_repeat_ngram_size or self.min_tokens)
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
-from idlm.contracts import SamplingParams
+from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import DraftLayout
 from idlm.infer.selectors.base import Selector
@@ -126,8 +126,8 @@ class Decoder(ABC):
                 "is not known what a grammar allows there",
                 fix="leave constraint out, or use decoder=isd or decoder=ar with a token-causal checkpoint",
             )
-        refused = [name for name in params.changes if name not in self.takes_changes]
-        if refused:
+        others = CHANGES.keys() - self.takes_changes if params.changes else ()
+        if refused := [name for name in CHANGES if name in others and getattr(params, name) != CHANGES[name]]:
             raise UserError(
                 "IDLM-0479",
                 f"{' and '.join(refused)}: decoder {self.name} does not support this",

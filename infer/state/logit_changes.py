@@ -46,13 +46,12 @@ class LogitChanges:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take over the settings of requests on new lanes, and count their known tokens."""
-        before = self._active.intersection(map(lane_of, requests))
         changing = [request for request in requests if request.params.changes]
-        if not (before or changing):
+        if not (self._active or changing):
             return
-        self._active -= before
+        self._active.difference_update(map(lane_of, requests))
         self._active.update(map(lane_of, changing))
-        is_active = [bool(request.params.changes) for request in requests]
+        is_active = [request.params.changes for request in requests]
         set_lanes(self._lanes_of(requests), (self.lanes.is_active_Z, is_active))
         if changing:
             self._fill(changing)

@@ -92,7 +92,7 @@ def fits(directory: Path, sampled: Sampled) -> Mapping[str, Fit]:
     for (prompt, params), draws_BT in sampled.draws.items():
         laws = exact_law(directory, prompt, _number(params), params.temperature)
         for window, cells_B, law_C in zip(("start", "middle"), window_cells(draws_BT), laws, strict=True):
-            named[f"T={params.temperature} {'+'.join(params.changes)} {window}"] = fit(cells_B, law_C)
+            named[f"T={params.temperature} {_number(params)} {window}"] = fit(cells_B, law_C)
     return named
 
 
