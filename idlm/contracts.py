@@ -221,14 +221,11 @@ class SamplingParams:
         if self.constraint is not None:
             ngram_rule = "0 with a constraint, which may need a text twice"
         has_ngrams = is_integer(self.no_repeat_ngram_size, 0, 0 if self.constraint else 2**31 - 1)
+        has_factor = is_number(self.repetition_penalty, 1e-3, 1e3)
         return (
             ("presence_penalty", is_number(self.presence_penalty, -2, 2), "in [-2, 2] (0 is off)"),
             ("frequency_penalty", is_number(self.frequency_penalty, -2, 2), "in [-2, 2] (0 is off)"),
-            (
-                "repetition_penalty",
-                is_number(self.repetition_penalty, 1e-3, 1e3),
-                "in [0.001, 1000] (1 is off)",
-            ),
+            ("repetition_penalty", has_factor, "in [0.001, 1000] (1 is off)"),
             ("logit_bias", is_bias and len(biases) <= MAX_BIASES, bias_rule),
             ("no_repeat_ngram_size", has_ngrams, ngram_rule),
             ("min_tokens", is_least, f"an integer >= 0, at most max_tokens={self.max_tokens!r}"),

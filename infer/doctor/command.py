@@ -68,8 +68,7 @@ def doctor(arguments: list[str]) -> int:
         about = {"idlm": __version__, "python": sys.version, "system": platform.platform(), "counts": counts}
         print(json.dumps({**about, "findings": [one._asdict() for one in found]}, indent=2))
     else:
-        noun = "problem" if counts[PROBLEM] == 1 else "problems"
-        print(f"\nidlm {__version__}, Python {platform.python_version()}: {counts[PROBLEM]} {noun}")
+        print(f"\nidlm {__version__}, Python {platform.python_version()}; problems: {counts[PROBLEM]}")
     return int(counts[PROBLEM] > 0)
 
 

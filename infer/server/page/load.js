@@ -52,7 +52,7 @@ async function look() {
     if (!(error instanceof ApiError)) throw error;
     byId("load-state").replaceChildren(make("span", { class: "error" }, error.message));
     before = null;
-    // The page asks for a key, once; with one it looks again.
+    // One dialog for the key is enough; the page looks again when it has one.
     if (error.status === 401) showLoad(false);
   }
 }

@@ -344,7 +344,7 @@ def test_the_report_and_its_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor(["test=false"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(": 0 problems")
+    assert capsys.readouterr().out.rstrip().endswith("; problems: 0")
     lacks("rich")(monkeypatch, tmp_path)
     assert doctor(["test=false", "extras=serve,gpu", "json=true"]) == 1
     shown = json.loads(capsys.readouterr().out)
