@@ -10,8 +10,13 @@ from benchmarks.results import RESULTS, read_rows
 from docs.figures.style import Theme, panel
 from idlm.acceptance import tokens_per_forward_cold
 
-ARMS = {"long": "overlap, 1,058 steps, N=3", "tv": "overlap, N=4", "kl": "KL, N=4", "ce": "labels, N=4"}
-"""Arms of the rows, by what their adapters were trained with."""
+ARMS = {
+    "best": "rank 24, 2,793 steps",
+    "r64": "rank 64, 906 steps",
+    "tv": "rank 24, 906 steps",
+    "fullkl": "full, 407 steps",
+}
+"""Arms of the rows, by what was trained."""
 TEMPERATURES: dict[float, Any] = {0.0: "-", 1.0: (0, (4, 2))}
 PROBABILITIES = [0.2 + 0.02 * step for step in range(36)]
 PUBLISHED: tuple[tuple[str, float, Any], ...] = (

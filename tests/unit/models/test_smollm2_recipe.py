@@ -73,7 +73,7 @@ def test_another_file_or_no_network_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_the_released_adapter_is_whole_and_chat_opens_with_it() -> None:
     verify(RELEASED)
     spec, semantics = AdapterSpec.load(RELEASED), Semantics.load(RELEASED)
-    assert semantics.gated and semantics.base_identity and semantics.stride == 3
+    assert semantics.gated and semantics.base_identity and semantics.stride == 4
     assert spec.base_path == "outputs/smollm2_base"
     with safe_open(RELEASED / WEIGHTS_FILE, "pt") as file:
         assert len(file.keys()) == 30 * 2 * len(spec.targets)
