@@ -50,7 +50,7 @@ def evidence(theme: Theme) -> Figure:
                 )
         axes.set_ylim(0, 0.8)
         axes.set_title("accepted, by position (dashed: T=1)", loc="left", fontsize=10.5, color=theme.ink)
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink, loc="lower left")
+        axes.legend(frameon=False, fontsize=8, labelcolor=theme.ink, loc="lower left", ncols=2)
     with panel(figure, theme, (0.5, 0.14, 0.47, 0.76)) as axes:
         values = [tokens_per_forward_cold([probability] * 3) for probability in PROBABILITIES]
         axes.plot(PROBABILITIES, values, color=theme.muted, label="eq. 3 at N=4, of the paper's own schedule")
