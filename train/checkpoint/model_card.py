@@ -118,6 +118,10 @@ def _facts(config: TrainConfig, prepared: Prepared, records: Records, stride: in
         rows.append(("stride", f"{stride} tokens per pass at most, {prepared.draft_input}"))
     if training:
         rows.append(("steps", f"{training[-1]['step']:,} of {curriculum.num_steps:,}"))
+    if loop.distill != "none":
+        rows.append(("loss of mask rows", f"{loop.distill} to the base, share {loop.distill_share:g}"))
+    if loop.base_kl:
+        rows.append(("loss of clean rows", f"clean weight, and {loop.base_kl:g} x KL from the base"))
     optimizer = (
         f"AdamW, peak learning rate {loop.learning_rate:g}, schedule {loop.schedule}, "
         f"warmup {loop.warmup:g}, weight decay {loop.weight_decay:g}, seed {loop.seed}"

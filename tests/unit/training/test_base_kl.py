@@ -131,6 +131,7 @@ def test_a_run_records_it_and_resumes_bitwise(tmp_path: Path) -> None:
     assert cli.main([*arguments(base, output, **KEPT), "resume=auto"]) == 0
     assert metrics_of(output) == metrics_of(whole)
     assert_same_weights(*(path / "model.safetensors" for path in (whole, output)))
+    assert "2 x KL from the base" in (whole / "README.md").read_text()
     found = [record["base_kl_loss"] for record in metrics_of(whole)]
     assert found[0] < 1e-6 < min(found[1:]), "the first step begins at the base"
     assert [record["clean_weight"] for record in metrics_of(whole)] == pytest.approx([0.2] * 4)
