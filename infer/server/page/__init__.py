@@ -3,10 +3,10 @@ server's other routes, with the key that a person types."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.requests import Request
 from starlette.responses import Response
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -30,9 +30,9 @@ FILES = {
 def add_page(app: FastAPI) -> None:
     """Add a route for each file."""
 
-    async def answer(request: Request) -> Response:
-        file = FILES[request.scope["path"]]
+    async def answer(file: Path, _request: object) -> Response:
         return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=HEADERS)
 
-    for path in FILES:
-        app.add_route(path, answer, methods=["GET"], include_in_schema=False)
+    # The path of a request may have a prefix of its application.
+    for path, file in FILES.items():
+        app.add_route(path, partial(answer, file), methods=["GET"], include_in_schema=False)

@@ -12,6 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
@@ -174,6 +177,8 @@ def test_the_page_runs_no_script_but_its_own(server: Running) -> None:
     modules = [server.client.get(path).text for path in FILES if path.endswith(".js")]
     used += [f"page/{name}" for text in modules for name in re.findall(r'from "\./([^"]+)"', text)]
     assert {f"/{name}" for name in used} | {"/"} == {*FILES}
+    mounted = Starlette(routes=[Mount("/below", routes(server.front.service))])
+    assert TestClient(mounted).get("/below/page/main.js").text in modules
 
 
 def test_without_the_page_the_root_says_where_to_go_on() -> None:
