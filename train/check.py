@@ -41,6 +41,7 @@ from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, uses_deepspeed, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_problems
+from idlm.train.loop.trackers import tracker_problems
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
@@ -109,6 +110,7 @@ def check_config(config: TrainConfig) -> None:
             *_stage_problems(config),
             *data_problems(config),
             *(deepspeed_problems(config) if uses_deepspeed(config.train) else ()),
+            *tracker_problems(config),
             *unused_options(config),
             *_path_problems(config),
         ]

@@ -3,9 +3,10 @@ ends the run, for `metrics.jsonl` has all records."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,7 +24,7 @@ NOT_CURVES = ("first_item", "last_item", "step")
 
 def open_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
     """The trackers of a run, on rank 0; a resumed run continues them, and sends nothing twice. UserError
-    IDLM-0551, IDLM-0554 where a library is missing or a service refuses to start."""
+    IDLM-0551 where a service refuses to start."""
     records, found = read_metrics(folder / "metrics.jsonl"), []
     if config.wandb.mode != "disabled":
         found.append(Tracker("Weights & Biases", _wandb(config, folder), set(map(_index, records))))
@@ -34,6 +35,24 @@ def open_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
             board.log(record)
         found.append(board)
     return found
+
+
+def tracker_problems(config: TrainConfig) -> Iterator[str]:
+    """Libraries of trackers that are set and cannot be imported."""
+    wanted = {
+        "wandb": (config.wandb.mode != "disabled", f"wandb.mode={config.wandb.mode}", "pip install wandb"),
+        "torch.utils.tensorboard": (
+            config.tensorboard.enabled,
+            "tensorboard.enabled=true",
+            install_command("tensorboard"),
+        ),
+    }
+    for module, (is_set, option, command) in wanted.items():
+        if is_set:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                yield f"{option}: {error}; install it: {command}, or leave the option out"
 
 
 def _wandb(config: TrainConfig, folder: Path) -> Any:
@@ -54,12 +73,6 @@ def _wandb(config: TrainConfig, folder: Path) -> Any:
             config=asdict(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
-    except ImportError as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.wandb.mode}, but wandb cannot be imported: {error}",
-            fix="pip install wandb, or wandb.mode=disabled",
-        ) from error
     # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
         raise UserError(
@@ -73,14 +86,8 @@ class _TensorBoard:
     """Files of TensorBoard in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "IDLM-0554",
-                f"tensorboard.enabled=true, but TensorBoard cannot be imported: {error}",
-                fix=f"install it: {install_command('tensorboard')}; or leave tensorboard.enabled out",
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
 
     def log(self, values: dict[str, float], *, step: int) -> None:

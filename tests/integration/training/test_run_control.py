@@ -213,13 +213,12 @@ def test_tracking_that_cannot_start_is_refused_before_training(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert cli.main(arguments(base, tmp_path / "out", **{"wandb.mode": "offline"})) == 2
-    shown = capsys.readouterr().err
-    assert "IDLM-0551" in shown and "pip install wandb" in shown
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert cli.main(arguments(base, tmp_path / "out", **{"tensorboard.enabled": "true"})) == 2
-    shown = capsys.readouterr().err
-    assert "IDLM-0554" in shown and "[tensorboard]" in shown
+    changes = {"wandb.mode": "offline", "tensorboard.enabled": "true"}
+    for dry_run in ("true", "false"):
+        assert cli.main(arguments(base, tmp_path / "out", **changes, dry_run=dry_run)) == 2
+        shown = capsys.readouterr().err
+        assert "IDLM-0504" in shown and "pip install wandb" in shown and "[tensorboard]" in shown
 
 
 def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> None:
