@@ -20,6 +20,7 @@ FP8 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
 TILE_BYTES = 64
 """Of a row in a tile register of AMX."""
+FEW_ROWS, LARGE_WEIGHT = 8, 2**18
 INTERPRETED_MULTIPROCESSORS = 6
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on a CPU, which it decides when they are imported."""
@@ -148,7 +149,22 @@ def _reads_the_next_row(x_RD: Tensor) -> bool:
     return x_RD.device.type == "cpu" and x_RD.itemsize == 2 and x_RD.shape[1] * 2 % TILE_BYTES != 0
 
 
+def _is_faster_transposed(x_RD: Tensor, weight_ED: Tensor) -> bool:
+    """Whether W x^T is faster than x W^T: with AVX2 MKL then reads the weights once for a few rows, which
+    takes about as long as for one, and else about once a row."""
+    few, large = 2 <= len(x_RD) <= FEW_ROWS, weight_ED.numel() >= LARGE_WEIGHT
+    return few and large and x_RD.device.type == "cpu" and x_RD.dtype == torch.float32 and _has_avx2()
+
+
+@cache
+def _has_avx2() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def _product(x_RD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, out_RE: Tensor | None) -> Tensor:
+    if out_RE is None and _is_faster_transposed(x_RD, weight_ED):
+        product_RE = torch.mm(weight_ED, x_RD.T).T.contiguous()
+        return product_RE if bias_E is None else product_RE.add_(bias_E)
     if out_RE is None:
         return F.linear(x_RD, weight_ED, bias_E)
     if bias_E is None:
