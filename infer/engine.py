@@ -412,7 +412,9 @@ class Engine:
         if problem is None:
             self.scheduler.book(request, num_before, waited)
         if new_ids:
-            request.count_pass(accepted, tested, len(new_ids))
+            request.num_steps += 1
+            if tested or request.passes is not None:
+                request.count_drafts(accepted, tested, len(new_ids))
             # Drafts that a grammar forces are always accepted.
             if self._stride_controller is not None and request.grammar is None:
                 from_masks = not request.has_other_drafts

@@ -175,9 +175,8 @@ class Request:
                 break
         return kept
 
-    def count_pass(self, num_accepted: int, num_tested: int, num_emitted: int) -> None:
-        """Count a step that emitted, and its drafts. Those after the tokens of the answer do not count."""
-        self.num_steps += 1
+    def count_drafts(self, num_accepted: int, num_tested: int, num_emitted: int) -> None:
+        """Count the drafts of a step that emitted. Those after the tokens of the answer do not count."""
         if num_accepted >= num_emitted:
             num_accepted = num_tested = num_emitted
         if self.passes is not None:
