@@ -192,6 +192,12 @@ class SamplingFields(ConstraintFields):
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         changed = {name: value for name, value in given.items() if value is not None}
+        # Defaults that the request excludes yield to it.
+        longest = changed.get("max_tokens", defaults.max_tokens)
+        yielding = {} if longest is None else {"min_tokens": min(defaults.min_tokens, longest)}
+        if "constraint" in changed:
+            yielding["no_repeat_ngram_size"] = 0
+        changed = yielding | changed
         return replace(defaults, **changed | ({"seed": None} if self.seed == -1 else {}))
 
 

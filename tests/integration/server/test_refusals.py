@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
@@ -26,7 +27,7 @@ from idlm.infer.server.guard import OPEN_PATHS, Guard
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.page import FILES
 from idlm.infer.server.protocol.body import NEUTRAL
-from idlm.infer.server.protocol.requests import ChatRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
 from idlm.infer.server.service import Service
 from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID
@@ -218,6 +219,17 @@ def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
 def test_fields_of_clients_that_mean_nothing_here_are_taken(server: Running, fields: dict[str, Any]) -> None:
     response = server.client.post(CHAT, json={**VALID[CHAT], **fields})
     assert response.status_code == 200, response.text
+
+
+def test_defaults_yield_to_a_request_that_excludes_them() -> None:
+    defaults = SamplingParams(min_tokens=10, no_repeat_ngram_size=3)
+    for fields, expected in (
+        ({}, (10, 3)),
+        ({"max_tokens": 5}, (5, 3)),
+        ({"structured_outputs": {"regex": "a"}}, (10, 0)),
+    ):
+        found = CompletionRequest(prompt="x", **fields).params(defaults)
+        assert (found.min_tokens, found.no_repeat_ngram_size) == expected
 
 
 def test_an_effort_goes_to_templates_that_have_a_place_for_it() -> None:
