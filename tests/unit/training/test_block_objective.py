@@ -290,7 +290,7 @@ def test_an_item_is_a_function_of_its_index_and_its_noise_differs() -> None:
             pad_token_id=0,
             seed=seed,
         )
-        made.start(Curriculum(stages=(stage_of(4),), global_batch=8))
+        made.curriculum = Curriculum(stages=(stage_of(4),), global_batch=8)
         return made
 
     first, again, other = dataset(1), dataset(1), dataset(2)
