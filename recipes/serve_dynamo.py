@@ -29,7 +29,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.server.engine_client import EngineClient, Generation
-from idlm.infer.server.errors import ApiError, FieldError, from_validation
+from idlm.infer.server.errors import ApiError, FieldError, from_user_error, from_validation
 from idlm.infer.server.messages import AnswerEvent, EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.protocol.requests import CompletionRequest
@@ -77,11 +77,12 @@ class Backend:
 
     async def chunks(self, request: Request, request_id: str) -> AsyncIterator[Chunk]:
         """The answer, in a chunk for each pass that emits tokens. Raises ApiError."""
-        prompt_ids, params = request["token_ids"], params_of(request, self.config.sampling)
+        prompt_ids = request["token_ids"]
         try:
+            params = params_of(request, self.config.sampling)
             generation = await self.client.generate([prompt_ids], params)
         except UserError as error:
-            raise ApiError(400, f"{error.message} ({error.fix})", code=error.code) from error
+            raise from_user_error(error, prompt_field="prompt") from error
         self._open[request_id] = generation
         try:
             async for _, event in generation:
@@ -105,7 +106,8 @@ class Backend:
 
 
 def params_of(request: Request, defaults: SamplingParams) -> SamplingParams:
-    """The sampling settings of Dynamo's request. Raises ApiError for what the engine cannot honour."""
+    """The sampling settings of Dynamo's request. Raises ApiError, or UserError IDLM-0401, for what the engine
+    cannot honour."""
     given = {**(request.get("sampling_options") or {}), **(request.get("stop_conditions") or {})}
     hidden = given.pop("stop_token_ids_hidden", None) or []
     guided = given.pop("guided_decoding", None) or {}
