@@ -22,6 +22,7 @@ from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
 from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import FILE_SOURCES, DataConfig, held_out_config
+from idlm.train.config.libraries import tracker_problems
 from idlm.train.config.schema import (
     DECODED,
     MATMUL_TFLOPS,
@@ -41,7 +42,6 @@ from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, uses_deepspeed, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_problems
-from idlm.train.loop.trackers import tracker_problems
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES

@@ -3,15 +3,13 @@ ends the run, for `metrics.jsonl` has all records."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from idlm.config.project import install_command
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.train.config.schema import TrainConfig
@@ -35,24 +33,6 @@ def open_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
             board.log(record)
         found.append(board)
     return found
-
-
-def tracker_problems(config: TrainConfig) -> Iterator[str]:
-    """Libraries of trackers that are set and cannot be imported."""
-    wanted = {
-        "wandb": (config.wandb.mode != "disabled", f"wandb.mode={config.wandb.mode}", "pip install wandb"),
-        "torch.utils.tensorboard": (
-            config.tensorboard.enabled,
-            "tensorboard.enabled=true",
-            install_command("tensorboard"),
-        ),
-    }
-    for module, (is_set, option, command) in wanted.items():
-        if is_set:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                yield f"{option}: {error}; install it: {command}, or leave the option out"
 
 
 def _wandb(config: TrainConfig, folder: Path) -> Any:
