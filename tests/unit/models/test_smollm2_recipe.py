@@ -80,4 +80,5 @@ def test_the_released_adapter_is_whole_and_chat_opens_with_it() -> None:
     assert sum(path.stat().st_size for path in RELEASED.iterdir()) < 16e6
     planned = subprocess.run(["make", "-n", "chat"], capture_output=True, text=True, check=True).stdout
     # A checkout in which another was trained opens that one.
-    assert re.search(rf"model=({RELEASED}|outputs/smollm2_lora) base={spec.base_path}\n", planned)
+    models = f"model=({RELEASED}|outputs/smollm2_lora) base={spec.base_path}"
+    assert re.search(rf"{models}( dtype=float32)?\n", planned)
