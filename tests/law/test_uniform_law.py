@@ -12,23 +12,21 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders import isd
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
-from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.step_rows import Noise, RowTable, op
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.law.harness import NEUTRAL, NUM_TOKENS, PROMPT, VOCAB, build_engine, fits, misfits, sample
+from tests.law.stored_q import store_q_of
 
 LEVEL = 1e-6 / 128
 """The family's level divided by at least the number of chi-square tests of this file."""
@@ -104,7 +102,7 @@ def from_the_numbers_that_test_the_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def with_q_of_another_noise(patch: pytest.MonkeyPatch) -> None:
     """What is stored as q is that of the same rows with other ids, computed in a second pass."""
-    plain, probs_of, seen = Runner.forward, SequenceState.probs, dict[str, Any]()
+    plain, seen = Runner.forward, dict[str, Tensor]()
 
     def forward(self: Runner, plan: StepPlan) -> WantedRows:
         assert plan.is_mask_R is not None
@@ -112,16 +110,8 @@ def with_q_of_another_noise(patch: pytest.MonkeyPatch) -> None:
         seen["logits"] = plain(self, replace(plan, token_ids_R=others_R)).logits().clone()
         return plain(self, plan)
 
-    def probs(self: SequenceState, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Any:
-        seen["probs"] = probs_of(self, seen["logits"], lanes_B, filters)
-        return probs_of(self, logits_XV, lanes_B, filters)
-
-    def put(store: Any, lanes_B: Tensor, probs: Any, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-        sampling.put(store, lanes_B, seen["probs"], rows_BJ, active_B=active_B)
-
     patch.setattr(Runner, "forward", forward)
-    patch.setattr(SequenceState, "probs", probs)
-    patch.setattr(isd, "put", put)
+    store_q_of(patch, seen)
 
 
 @pytest.mark.sweep

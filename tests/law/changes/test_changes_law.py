@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from idlm.infer.decoders import isd
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.state.logit_changes import LogitChanges
-from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels import sampling
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from idlm.semantics import Semantics
 from tests.adapters import add_selector
 from tests.law.changes.law import SETTINGS, exact_law, fits
 from tests.law.harness import NUM_TOKENS, VOCAB, build_engine, misfits, sample
+from tests.law.stored_q import store_q_of
 
 LEVEL = 1e-6 / 512
 """The family's level divided by at least the number of chi-square tests of this file."""
@@ -132,22 +130,14 @@ def drafts_of_other_paths_counted(patch: pytest.MonkeyPatch) -> None:
 
 def q_without_the_changes(patch: pytest.MonkeyPatch) -> None:
     """Drafts are drawn from changed rows, and tested with the q of unchanged ones."""
-    apply_of, probs_of, seen = LogitChanges.apply, SequenceState.probs, dict[str, Any]()
+    apply_of, seen = LogitChanges.apply, dict[str, Tensor]()
 
     def apply(self: LogitChanges, logits_XV: Tensor, *state: Any) -> None:
         seen["logits"] = logits_XV.clone()
         apply_of(self, logits_XV, *state)
 
-    def probs(self: SequenceState, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Any:
-        seen["probs"] = probs_of(self, seen["logits"], lanes_B, filters)
-        return probs_of(self, logits_XV, lanes_B, filters)
-
-    def put(store: Any, lanes_B: Tensor, probs: Any, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-        sampling.put(store, lanes_B, seen["probs"], rows_BJ, active_B=active_B)
-
     patch.setattr(LogitChanges, "apply", apply)
-    patch.setattr(SequenceState, "probs", probs)
-    patch.setattr(isd, "put", put)
+    store_q_of(patch, seen)
 
 
 def no_repetition_penalty(patch: pytest.MonkeyPatch) -> None:
