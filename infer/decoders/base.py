@@ -126,8 +126,8 @@ class Decoder(ABC):
                 "is not known what a grammar allows there",
                 fix="leave constraint out, or use decoder=isd or decoder=ar with a token-causal checkpoint",
             )
-        others = CHANGES.keys() - self.takes_changes if params.changes else ()
-        if refused := [name for name in CHANGES if name in others and getattr(params, name) != CHANGES[name]]:
+        others = ((name, off) for name, off in CHANGES.items() if name not in self.takes_changes)
+        if refused := [name for name, off in others if getattr(params, name) != off]:
             raise UserError(
                 "IDLM-0479",
                 f"{' and '.join(refused)}: decoder {self.name} does not support this",
