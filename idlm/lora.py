@@ -28,9 +28,12 @@ for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of t
 MUST_BE_OFF = (
     "use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters",
-    "layer_replication",
+    "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+    "use_bdlora",
 )  # fmt: skip
 """Variants of LoRA in PEFT's config that neither training nor the engine computes."""
+INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""First letters of PEFT's `init_lora_weights` that also change the weights which the LoRA is added to."""
 SAMPLE_BYTES = 512
 MAX_RANK = 1 << 16
 MAX_HEADER = 100_000_000
@@ -73,7 +76,13 @@ class AdapterSpec:
         path = Path(directory) / ADAPTER_CONFIG
         content = read_json(path)
         rank, alpha, targets = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
-        problems = [f"{name}={content[name]!r}" for name in MUST_BE_OFF if content.get(name)]
+        # Not 0, which is a layer.
+        are_off = {
+            name: content.get(name) in (None, [], {}) or content[name] is False for name in MUST_BE_OFF
+        }
+        problems = [f"{name}={content[name]!r}" for name, is_off in are_off.items() if not is_off]
+        if str(content.get("init_lora_weights")).lower().startswith(INITS_THAT_CHANGE_THE_BASE):
+            problems.append(f"init_lora_weights={content['init_lora_weights']!r}")
         if content.get("peft_type") != "LORA":
             problems.append(f"peft_type={content.get('peft_type')!r}")
         if content.get("bias", "none") != "none":
@@ -89,7 +98,8 @@ class AdapterSpec:
                 "IDLM-0610",
                 f"{path} does not describe a plain LoRA: {', '.join(problems)}",
                 fix=f"use a plain LoRA: peft_type LORA, r up to {MAX_RANK}, lora_alpha, target_modules as a "
-                "list, bias none, and no variant switched on",
+                "list, bias none, and no variant switched on; peft's save_pretrained with "
+                "path_initial_model_for_weight_conversion makes one of PiSSA, CorDA and OLoRA",
             )
         base_path = content.get("base_model_name_or_path")
         return cls(

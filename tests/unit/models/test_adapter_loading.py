@@ -170,7 +170,15 @@ def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_
         {"r": "8"},
         {"lora_alpha": None},
         {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|v)_proj"},
         {"use_dora": True},
+        {"use_rslora": True},
+        {"layers_to_transform": 0},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "OLoRA"},
+        {"alora_invocation_tokens": [3]},
+        {"kasa_config": {"beta": 1.0}},
         {"rank_pattern": {"q_proj": 4}},
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
@@ -180,6 +188,13 @@ def test_variants_of_lora_are_refused_by_name(adapter: Path, changes: dict[str, 
     edit(adapter / ADAPTER_CONFIG, **changes)
     [(name, value)] = changes.items()
     refused(adapter, "IDLM-0610", f"{name}={value!r}")
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
+def test_inits_that_leave_the_base_alone_are_taken(adapter: Path, init: bool | str) -> None:
+    off = {"rank_pattern": {}, "modules_to_save": [], "layers_to_transform": None, "use_dora": False}
+    edit(adapter / ADAPTER_CONFIG, init_lora_weights=init, **off)
+    assert AdapterSpec.load(adapter).rank == SPEC.rank
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(adapter: Path) -> None:
