@@ -10,6 +10,8 @@ import triton.language as tl
 from idlm.kernels.paged_attention.kernel_parts import NOTHING, add_split, add_sums, store_part, store_sums
 
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
+UNITS: tl.constexpr = tl.constexpr(96.0)
+"""A float32 of this size is a multiple of 2^-17, and so is the rest when it is taken away again."""
 
 
 @triton.jit
@@ -79,6 +81,15 @@ def hide(scores, slots, limits, branches, owns, firsts, WALK: tl.constexpr):
 
 
 @triton.jit
+def sum_of(weights, IS_EXACT: tl.constexpr):
+    """Sum of the weights of each row. IS_EXACT: of weights rounded to multiples of 2^-17, of which a float32
+    holds the sum of 128, so that it is the same in any order, and in any tile."""
+    if IS_EXACT:
+        weights = (weights + UNITS) - UNITS
+    return tl.sum(weights, 1)
+
+
+@triton.jit
 def with_slots_before(scores, slots, row_ends, total, highest, scale_log2):
     """Sum and maximum of each row so far, with those slots of this block that lie before its end."""
     scores = tl.where(slots[None, :] < row_ends[:, None], scores, float("-inf"))
@@ -133,6 +144,9 @@ def walk_blocks(
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = WALK.block_n
     BLOCK_H: tl.constexpr = q.shape[1]
+    # Products of float32 follow the tile, and rows of them have one tile.
+    IS_EXACT: tl.constexpr = (WALK.split_blocks > 0) & (q.dtype != tl.float32)
+    tl.static_assert(not IS_EXACT or BLOCK_N <= 128)
     columns = tl.arange(0, BLOCK_H)
     in_head = (columns < H)[None, :]
     listed, is_full = slots, False
@@ -176,7 +190,7 @@ def walk_blocks(
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, 1)
+        total = total * shrink + sum_of(weights, IS_EXACT)
         acc = acc * shrink[:, None]
         v = tl.load(caches[1] + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=WALK.precision)

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from idlm.kernels import backend
 from idlm.kernels.paged_attention import HeadShape, choice, paged_attention, plan_attention, planning
 from idlm.kernels.paged_attention.choice import Launch
+from idlm.kernels.paged_attention.kernel_walk import sum_of
 from idlm.kernels.paged_attention.planning import TritonPlan
 from tests.kernels.cases.paged_attention import (
     SCALE,
@@ -288,6 +291,30 @@ def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: 
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         assert starts[0] == 0 and starts[-2] < num_blocks <= starts[-1], f"{num_blocks=}"
         assert all(length <= max(1, start // octave) for start, length in zip(starts, lengths, strict=False))
+
+
+@triton.jit
+def sums_kernel(weights_MS, sums_M, M: tl.constexpr, S: tl.constexpr, IS_EXACT: tl.constexpr):
+    m = tl.arange(0, M)
+    tl.store(sums_M + m, sum_of(tl.load(weights_MS + m[:, None] * S + tl.arange(0, S)[None, :]), IS_EXACT))
+
+
+def test_sums_of_weights_have_the_same_bits_in_any_order() -> None:
+    """Also of the most and largest weights that a block has."""
+    weights_MS = torch.rand(16, 128, generator=torch.Generator().manual_seed(0)) ** 8
+    weights_MS[0], weights_MS[1] = 1.0, 1 - 2**-18
+
+    def sums(order_S: Tensor, *, is_exact: bool) -> Tensor:
+        sums_M = torch.full((16,), torch.nan)
+        sums_kernel[(1,)](weights_MS[:, order_S].contiguous(), sums_M, M=16, S=128, IS_EXACT=is_exact)
+        return sums_M
+
+    orders = [torch.arange(128), *(torch.randperm(128) for _ in range(5))]
+    first, *others = (sums(order_S, is_exact=True) for order_S in orders)
+    assert all(torch.equal(other, first) for other in others)
+    torch.testing.assert_close(first.double(), weights_MS.double().sum(1), rtol=2**-14, atol=0)
+    rounded = [sums(order_S, is_exact=False) for order_S in orders]
+    assert not all(torch.equal(other, rounded[0]) for other in rounded), "so this test can fail"
 
 
 def test_a_plan_serves_every_layer_and_writes_to_out() -> None:
