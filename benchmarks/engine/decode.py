@@ -165,7 +165,7 @@ def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows:
 
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
-PUBLISHED = Arm(name="cold/4", strategy="cold", stride=4)
+PUBLISHED = tuple(Arm(name=f"cold/{stride}", strategy="cold", stride=stride) for stride in (4, 8))
 SHARE_TOGETHER = 0.7
 """Of the free memory: what engines that run in turn may take."""
 
@@ -291,7 +291,7 @@ def _note(bench: Bench, measured: Measured) -> None:
 def deterministic(bench: Bench) -> None:
     """Compare steps of deterministic mode (a row's bits do not depend on its batch) with normal ones."""
     for load in bench.loads():
-        for arm in (AR, PUBLISHED):
+        for arm in (AR, *PUBLISHED):
             # One after the other: both share a trunk, which is switched to deterministic mode in between.
             modes = (arm, replace(arm, name=f"deterministic {arm.name}", deterministic=True))
             found = [measured for mode in modes for measured in measure_arms(bench, [mode], load)]
