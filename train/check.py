@@ -110,7 +110,7 @@ def check_config(config: TrainConfig) -> None:
             *_stage_problems(config),
             *data_problems(config),
             *(deepspeed_problems(config) if uses_deepspeed(config.train) else ()),
-            *tracker_problems(config),
+            *(tracker_problems(config) if config.has_trackers else ()),
             *unused_options(config),
             *_path_problems(config),
         ]

@@ -283,8 +283,8 @@ def train(
     sampler: Sampler | None,
 ) -> tuple[RunOutcome, Callable[[], None]]:
     """Train until the last step or a stop; returns also what gives the memory of training back."""
-    progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
-    loop, failed = config.train, True
+    run, loop, failed = Path(args.output_dir), config.train, True
+    progress = Progress(run / "metrics.jsonl", console=console)
     writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
     stop = StopRequests(writer)
     if loop.max_minutes is not None:
@@ -296,9 +296,9 @@ def train(
         train_dataset=prepared.dataset,
         objective=prepared.objective,
         attention=prepared.attention,
-        base=prepared.frozen_base,
+        step=prepared.make_step,
         callbacks=[watchdog, progress],  # Figures of a step come before anything else done after it.
-        **{name: getattr(loop, name) for name in ("log_every", "balance", "schedule", "decay", "base_kl")},
+        **{name: getattr(loop, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.shape, trainer.watchdog, trainer.writer = shape(loop), watchdog, writer
     watchdog.is_stopping = lambda: stop.received is not None or stop.is_time_up
@@ -312,7 +312,7 @@ def train(
     trainer.add_callback(stop)
     if writer.is_async:
         trainer.add_callback(PrepareSaves(trainer))
-    trackers = open_trackers(config, progress.metrics_path.parent) if rank() == 0 else []
+    trackers = open_trackers(config, run) if config.has_trackers and rank() == 0 else []
     progress.mirrors = [tracker.log for tracker in trackers]
     try:
         with stop.listening(), writer.lingering():

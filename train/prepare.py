@@ -6,8 +6,8 @@ import datetime
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from idlm.train.data.checks import DataReport, inspect_data
 from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
 from idlm.train.data.packing import held_out_flags
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, gathering_forward, num_parameters, zero_stage
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
@@ -44,24 +44,23 @@ from idlm.train.model.checks import (
     prepare_mask_row,
 )
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays, share_inputs
 from idlm.train.model.load import (
     base_config,
     check_fit,
-    compile_layers,
+    compile_model,
     compiles,
-    decoder_layers,
     load_base,
     needed_attention,
     new_config,
     random_model,
+    recompute_layers,
     require_row,
 )
 from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
 from idlm.train.model.stored import num_elements
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.step import FrozenBase
+from idlm.train.step import TrainingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +92,7 @@ class Prepared(RunData):
     base_identity: str | None = None
     mask_text: str | None = None
     base: BaseFiles = BaseFiles()
-    frozen_base: FrozenBase | None = None
+    make_step: Callable[..., TrainingStep] = TrainingStep
 
     @property
     def draft_input(self) -> str:
@@ -109,28 +108,24 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
     mask_token_id, mask_row_D, mask_text = prepare_mask(config, model, tokenizer)
-    with gathering_forward(model):
+    with gathering_forward(model) if zero_stage(config.train) == SHARDS_WEIGHTS else nullcontext():
         check_model(model, attention=attention, trains=stands_for_itself(config))
     check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
-    copied = FrozenBase(model, torch.bfloat16 if is_16_bit else model.dtype) if config.train.base_kl else None
+    make_step: Callable[..., TrainingStep] = TrainingStep
+    if config.train.base_kl:
+        from idlm.train.base_kl import near_base
+
+        make_step = near_base(model, torch.bfloat16 if is_16_bit else model.dtype, config.train.base_kl)
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.model.recomputed_layers is not None:
-            for layer in decoder_layers(model)[config.model.recomputed_layers :]:
-                vars(layer)["gradient_checkpointing"] = False
+        recompute_layers(model, config.model.recomputed_layers)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     if compiles(config, device):
-        layers = decoder_layers(model)
-        num_rows, weights = config.train.batch_size * data.dataset.row_length, num_parameters(layers)
-        if is_short(weights / len(layers), num_rows=num_rows, is_gated=config.is_gated):
-            share_inputs(layers)
-            if replays(config.model.graphs, device, world_size=world_size) and can_capture(model):
-                model.body_graphs = BodyGraphs(model)
-        compile_layers(model)
+        compile_model(config, model, device, row_length=data.dataset.row_length, world_size=world_size)
+    path = None if config.model.path is None else Path(config.model.path)
     with _tokenizer_folder(config) as directory:
-        base = read_base_files(None if config.model.path is None else Path(config.model.path), directory)
+        base = read_base_files(path, directory)
     return Prepared(
         model=model,
         tokenizer=tokenizer,
@@ -144,10 +139,8 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         adapter=adapter,
         mask_text=mask_text,
         base=base,
-        frozen_base=copied,
-        base_identity=base_identity(Path(config.model.path))
-        if config.model.path and (adapter or copied)
-        else None,
+        make_step=make_step,
+        base_identity=base_identity(path) if path and (adapter or config.train.base_kl) else None,
     )
 
 

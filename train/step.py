@@ -6,7 +6,7 @@
     terms      Inside that pass, in place of the output head, the objective (train/objectives/) sums the
                negative log-likelihood of each term: L_mask and L_clean for `idlm`.
     weights    s in L_mask + s * L_clean: a number, or L_mask / L_clean of global means.
-    base       With `train.base_kl` KL(base || model) of the supervised clean rows is one more term.
+    base       With `train.base_kl` KL(base || model) is one more term (train/base_kl.py).
     loss       sum over terms of weight * sum / count, times the ranks that gradients are averaged over: 1
                where ZeRO adds them. So they become those of the global mean, for any ranks and micro-batches.
     guard      `LossGuard` ends the run on every rank before a loss that is not finite changes a weight.
@@ -21,7 +21,6 @@ Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -41,9 +40,10 @@ from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import SEEN, STORED, mask_arguments
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
-from idlm.train.objectives.base import BaseRows, Batch, Head, Objective, TermRequest, Terms
+from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
+Compute = Callable[[Head, Tensor], Terms]
 ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
 
 
@@ -75,7 +75,6 @@ class TrainingStep:
 
     `autocast`: context of a forward pass. `previous`: means of the step before, for train.balance=previous.
     `averaged_ranks`: the number that gradients are divided by after the sum over ranks; 1 where they are not.
-    `base`: the term KL(base || model) of supervised clean rows, last of all, with the weight `base_kl`.
     """
 
     def __init__(
@@ -89,8 +88,6 @@ class TrainingStep:
         log_every: int,
         autocast: Callable[[], AbstractContextManager[Any]],
         previous: PreviousMeans | None = None,
-        base: FrozenBase | None = None,
-        base_kl: float = 0.0,
     ) -> None:
         self.model, self.args = model, args
         self.objective, self.curriculum = objective, curriculum
@@ -98,7 +95,6 @@ class TrainingStep:
         self.runner = BodyAndHead(model)
         self.guard = LossGuard(Path(args.output_dir))
         self.previous = previous
-        self.base, self.base_kl = base, base_kl
         self.averaged_ranks = args.world_size
         self.losses: StepLosses | None = None
 
@@ -109,16 +105,24 @@ class TrainingStep:
     @property
     def term_names(self) -> tuple[str, ...]:
         """Names of the summed losses, in the order of `StepLosses.sums`."""
-        return (*self.objective.term_names, *(() if self.base is None else ("base_kl",)))
+        return self.objective.term_names
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         """How many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
-        own = self.objective.counts(batch, stage=stage, want_overlap=want_overlap)
-        return own if self.base is None else torch.cat([own, own.new_tensor([batch["clean_index"].numel()])])
+        return self.objective.counts(batch, stage=stage, want_overlap=want_overlap)
 
-    def _weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        own = self.objective.weights(stage, means)
-        return own if self.base is None else torch.cat([own, own.new_tensor([self.base_kl])])
+    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        """The weight of each term, float32 [num_terms]."""
+        return self.objective.weights(stage, means)
+
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
+        """The losses of a micro-batch, in place of the output head of its forward pass."""
+        return self.objective.terms(head, hidden_BTD, batch, request)
+
+    def release(self) -> None:
+        """Give back the device memory that is not the model's."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.release()
 
     def start(self, step: int, batches: list[Batch], to_device: Callable[[Batch], Batch]) -> Tensor:
         """Begin the 0-based optimizer step with its micro-batches. Returns `counts`. Collective."""
@@ -139,7 +143,7 @@ class TrainingStep:
         if self.objective.needs_means(stage):
             self._balance(self.losses, batches, to_device)
         else:
-            weights = self._weights(stage, None)
+            weights = self.weights(stage, None)
             self.losses.weights = weights.to(device, non_blocking=True)
         return counts
 
@@ -151,7 +155,7 @@ class TrainingStep:
         accumulation a pass without gradients over all micro-batches computes them here, about a third more
         compute for the step. With balance=previous the losses of the step before are used, at no cost."""
         if self.previous is not None and self.previous.means is not None:
-            step.weights = self._weights(step.stage, self.previous.means)
+            step.weights = self.weights(step.stage, self.previous.means)
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
             # Dropout draws the same numbers in the pass that trains.
@@ -159,23 +163,22 @@ class TrainingStep:
                 self.model.train()
                 for batch in map(to_device, batches):
                     sums += self.evaluate(step.stage, batch).sums
-            step.weights = self._weights(step.stage, step.means(sums))
+            step.weights = self.weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """This rank's share of the step's loss, a scalar; `model` may be wrapped (DDP, DeepSpeed)."""
         step = self.losses
         assert step is not None, "start() begins a step"
 
-        def in_place_of_head(head: Head, hidden_BTD: Tensor, base: BaseRows | None) -> Terms:
+        def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
             if step.weights is None:
-                request = TermRequest(stage=step.stage)
-                sums = terms_of(self.objective, head, hidden_BTD.detach(), batch, request, base).sums
-                step.weights = self._weights(step.stage, step.means(sums))
+                sums = self.terms(head, hidden_BTD.detach(), batch, TermRequest(stage=step.stage)).sums
+                step.weights = self.weights(step.stage, step.means(sums))
             coefficients = step.weights / step.counts.clamp_min(1) * self.averaged_ranks
             request = TermRequest(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
-            return terms_of(self.objective, head, hidden_BTD, batch, request, base)
+            return self.terms(head, hidden_BTD, batch, request)
 
-        terms = self._forward(model, batch, in_place_of_head, trains=True)
+        terms = self.forward(model, batch, in_place_of_head, trains=True)
         assert terms.loss is not None
         step.sums += terms.sums
         if terms.overlap is not None:
@@ -188,54 +191,19 @@ class TrainingStep:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
         note_progress()
         request = TermRequest(stage=stage, want_overlap=want_overlap)
+        return self.forward(
+            self.model, batch, lambda head, rows_BTD: self.terms(head, rows_BTD, batch, request)
+        )
 
-        def compute(head: Head, hidden_BTD: Tensor, base: BaseRows | None) -> Terms:
-            return terms_of(self.objective, head, hidden_BTD, batch, request, base)
-
-        return self._forward(self.model, batch, compute)
-
-    def _forward(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        compute: Callable[[Head, Tensor, BaseRows | None], Terms],
-        *,
-        trains: bool = False,
-    ) -> Terms:
-        graphs, base = self.runner.graphs, None
-
-        def terms(head: Head, hidden_BTD: Tensor) -> Terms:
-            return compute(head, hidden_BTD, base)
-
+    def forward(self, model: nn.Module, batch: Batch, compute: Compute, *, trains: bool = False) -> Terms:
+        """`compute(head, hidden_BTD)` in one forward pass of `model`."""
+        graphs = self.runner.graphs if trains else None
         # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.
         with self.autocast():
-            if self.base is not None:
-                base = self.base.rows(batch, self.attention)
-            if graphs is not None and trains:
+            if graphs is not None:
                 with contextlib.suppress(CaptureError), graphs.running():
-                    return self.runner.terms(model, batch, self.attention, terms)
-            return self.runner.terms(model, batch, self.attention, terms)
-
-
-def terms_of(
-    objective: Objective,
-    head: Head,
-    hidden_BTD: Tensor,
-    batch: Batch,
-    request: TermRequest,
-    base: BaseRows | None = None,
-) -> Terms:
-    """The terms of an objective and, with `base`, KL(base || model) of the supervised clean rows, summed."""
-    if base is None:
-        return objective.terms(head, hidden_BTD, batch, request)
-    coefficients, index_M = request.coefficients, batch["clean_index"]
-    own = request if coefficients is None else replace(request, coefficients=coefficients[:-1])
-    terms = objective.terms(head, hidden_BTD, batch, own)
-    factor = terms.sums.new_ones(()) if coefficients is None else coefficients[-1]
-    hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
-    loss = head.kl(hidden_MD, base, factor.expand(len(index_M)))
-    sums = torch.cat([terms.sums, (loss.detach() / factor).reshape(1)])
-    return replace(terms, sums=sums, loss=None if terms.loss is None else terms.loss + loss)
+                    return self.runner.terms(model, batch, self.attention, compute)
+            return self.runner.terms(model, batch, self.attention, compute)
 
 
 class BodyAndHead:
@@ -254,9 +222,7 @@ class BodyAndHead:
         # Set by `train.prepare.prepare`, where the host may be slower than the device.
         self.graphs: BodyGraphs | None = getattr(model, "body_graphs", None)
 
-    def terms(
-        self, model: nn.Module, batch: Batch, attention: str, compute: Callable[[Head, Tensor], Terms]
-    ) -> Terms:
+    def terms(self, model: nn.Module, batch: Batch, attention: str, compute: Compute) -> Terms:
         """`compute(head, hidden_BTD)` of a collated batch in one forward pass of `model`, which may be
         wrapped. Where it has a loss, the result's loss is the one that the wrapped model returned."""
         computed: list[Terms] = []
@@ -333,31 +299,6 @@ class BodyAndHead:
                 del head_attributes["forward"]
             else:
                 head_attributes["forward"] = before
-
-
-class FrozenBase:
-    """The base as it was before training, which never trains: a copy of `model`, whole on this rank, in
-    `dtype`. Made before an adapter is added or layers are compiled, so that it has neither."""
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(requires_grad=False)
-        self.runner = BodyAndHead(self.model)
-
-    @torch.no_grad()
-    def rows(self, batch: Batch, attention: str) -> BaseRows:
-        """The supervised clean rows of a batch, in the order of its `clean_index`, from a forward pass over
-        its clean rows alone: they see no noisy ones."""
-        found: list[BaseRows] = []
-        clean_M, supervised_M = batch["clean_rows"], batch["clean_index"]
-
-        def collect(head: Head, hidden_BTD: Tensor) -> Terms:
-            # `clean_rows` are in order, and supervised ones are among them.
-            order_M = torch.searchsorted(clean_M, supervised_M)
-            found.append(BaseRows(hidden_MD=hidden_BTD[0].index_select(0, order_M), head=head))
-            return Terms(sums=hidden_BTD.new_zeros(0))
-
-        self.runner.terms(self.model, flat_rows(batch, clean_M), attention, collect)
-        return found[0]
 
 
 def flat_rows(batch: Batch, rows_M: Tensor) -> Batch:

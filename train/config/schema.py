@@ -276,6 +276,10 @@ class TrainConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
+    def has_trackers(self) -> bool:
+        return self.wandb.mode != "disabled" or self.tensorboard.enabled
+
+    @property
     def is_gated(self) -> bool:
         """Whether a gated adapter is trained, so that clean rows are the base model's."""
         return self.adapter is not None and self.adapter.gated

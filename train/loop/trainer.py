@@ -33,7 +33,7 @@ from idlm.train.distributed.deepspeed import local_part, printing_to_log
 from idlm.train.model.attention import forget_clean_keys
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor
-from idlm.train.step import FrozenBase, PreviousMeans, TrainingStep
+from idlm.train.step import PreviousMeans, TrainingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -49,7 +49,7 @@ IMPORTED_AT = time.monotonic()
 
 class IdlmTrainer(SavingTrainer):
     """`objective` decides rows and losses; `balance` is one of `train.objectives.curriculum.BALANCES`,
-    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`, `base`, `base_kl` as in `TrainingStep`."""
+    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`; `step` makes its `TrainingStep`."""
 
     def __init__(
         self,
@@ -64,8 +64,7 @@ class IdlmTrainer(SavingTrainer):
         balance: str = "step",
         schedule: str = "cosine",
         decay: float = 0.0,
-        base: FrozenBase | None = None,
-        base_kl: float = 0.0,
+        step: Callable[..., TrainingStep] = TrainingStep,
     ) -> None:
         self.rate_factor = partial(
             rate_factor,
@@ -91,7 +90,7 @@ class IdlmTrainer(SavingTrainer):
             self.accelerator.prepare = printing_to_log(self.accelerator.prepare)
         # Our losses are already divided by the global count: the Trainer must not divide by the accumulation.
         self.model_accepts_loss_kwargs = True
-        self.step = TrainingStep(
+        self.step = step(
             model,
             args,
             objective=objective,
@@ -100,8 +99,6 @@ class IdlmTrainer(SavingTrainer):
             log_every=log_every,
             autocast=self.accelerator.autocast,
             previous=previous,
-            base=base,
-            base_kl=base_kl,
         )
         if previous is not None:
             previous.step = self.step
@@ -162,9 +159,7 @@ class IdlmTrainer(SavingTrainer):
         """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
         Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd."""
         forget_clean_keys(self.model)
-        if self.step.runner.graphs is not None:
-            self.step.runner.graphs.release()
-        self.step.base = None
+        self.step.release()
         for value in (*self.model.parameters(), *self.model.buffers()):
             value.grad = None
             value.data = value.data.new_empty(0)

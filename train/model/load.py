@@ -23,9 +23,10 @@ from idlm.errors import UserError, some_of
 from idlm.log import rank
 from idlm.text.tokenizer import check_vocabulary
 from idlm.train.config.schema import TrainConfig
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, zero_stage
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_parameters, zero_stage
 from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
 from idlm.train.model.checks import check_positions, check_window
+from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays, share_inputs
 from idlm.train.model.stored import (
     num_tensors,
     read_generation_config,
@@ -283,6 +284,25 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             fix="set model.compile=off",
         )
     return found
+
+
+def recompute_layers(model: PreTrainedModel, num: int | None) -> None:
+    """Store no activations of the first `num` layers, None: of all, and compute them again backwards."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in [] if num is None else decoder_layers(model)[num:]:
+        vars(layer)["gradient_checkpointing"] = False
+
+
+def compile_model(
+    config: TrainConfig, model: PreTrainedModel, device: torch.device, *, row_length: int, world_size: int
+) -> None:
+    """Compile the layers, and capture graphs of them where the host may be slower than the device."""
+    layers, num_rows = decoder_layers(model), config.train.batch_size * row_length
+    if is_short(num_parameters(layers) / len(layers), num_rows=num_rows, is_gated=config.is_gated):
+        share_inputs(layers)
+        if replays(config.model.graphs, device, world_size=world_size) and can_capture(model):
+            model.body_graphs = BodyGraphs(model)
+    compile_layers(model)
 
 
 def compile_layers(model: PreTrainedModel) -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from transformers import TrainingArguments
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train import cli
+from idlm.train.base_kl import FrozenBase, StepNearBase
 from idlm.train.check import check_config
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import Objective, TermRequest, Terms
 from idlm.train.planning.state import state_setup, state_terms
-from idlm.train.step import BodyAndHead, FrozenBase, terms_of
+from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective, write_tiny_base
@@ -43,10 +46,11 @@ def batch_for(objective: Objective) -> dict[str, torch.Tensor]:
 def terms_with(
     model: Any, base: FrozenBase, objective: Objective, batch: Any, coefficients: torch.Tensor | None
 ) -> Terms:
-    request, rows = TermRequest(stage=stage_of(3), coefficients=coefficients), base.rows(batch, "idlm_sdpa")
-    return BodyAndHead(model).terms(
-        model, batch, "idlm_sdpa", lambda *given: terms_of(objective, *given, batch, request, rows)
-    )
+    request = TermRequest(stage=stage_of(3), coefficients=coefficients)
+    settings = {"attention": "idlm_sdpa", "autocast": contextlib.nullcontext, "log_every": 1}
+    given: Any = {"objective": objective, "curriculum": None, **settings}
+    step = StepNearBase(model, TrainingArguments(), **given, base=base, base_kl=1.0)
+    return step.forward(model, batch, lambda *rows: step.terms(*rows, batch, request))
 
 
 def slow_kl(model: Any, base: Any, batch: Any) -> torch.Tensor:

@@ -152,7 +152,7 @@ def test_the_end_of_the_launcher_is_one_signal(monkeypatch: pytest.MonkeyPatch, 
 def test_a_pass_without_gradients_is_progress() -> None:
     """An evaluation, and the pass that balances the losses of a step, may outlast the patience."""
     step, before = TrainingStep.__new__(TrainingStep), progress_count()
-    step._forward = lambda model, batch, compute: Terms(sums=torch.zeros(1))  # type: ignore[method-assign]
+    step.forward = lambda model, batch, compute: Terms(sums=torch.zeros(1))  # type: ignore[method-assign]
     step.model = torch.nn.Identity()
     step.objective = SimpleNamespace(terms=lambda **_: None)  # type: ignore[assignment]
     for _ in range(3):
