@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -37,7 +37,7 @@ class Compiled:
     registers: int
     spilled_bytes: int
     output: str
-    """What ptxas said, warnings among it."""
+    """What ptxas printed, warnings among it."""
 
 
 def compile_for_hopper(
@@ -64,8 +64,8 @@ def compile_for_hopper(
             signature[name] = typed(types[name], (number,))
     make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constexprs=values, attrs=divisible)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
-    return _described(compiled, sm)
+    with _logging():
+        return _described(compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options))
 
 
 def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
@@ -90,6 +90,7 @@ def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
             patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
             only_compiled(),
+            _logging(),
         ):
             run()
     finally:
@@ -97,35 +98,35 @@ def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
             kernel.device_caches.pop(DEVICE, None)
         for cached in caches:
             cached.cache_clear()
-    return [(name, _described(compiled, 90)) for compiled, name in found.items()]
+    return [(name, _described(compiled)) for compiled, name in found.items()]
 
 
-def _described(compiled: Any, sm: int) -> Compiled:
-    ptx = compiled.asm["ptx"]
-    registers, spilled, output = _resources(ptx, sm)
+def _described(compiled: Any) -> Compiled:
+    log = compiled.metadata.ptxas_log
+    registers = re.search(r"Used (\d+) registers", log)
+    spilled = re.search(r"(\d+) bytes spill stores", log)
+    assert registers and spilled, log
     return Compiled(
-        ptx=ptx,
+        ptx=compiled.asm["ptx"],
         shared_bytes=compiled.metadata.shared,
-        registers=registers,
-        spilled_bytes=spilled,
-        output=output,
+        registers=int(registers[1]),
+        spilled_bytes=int(spilled[1]),
+        output=log,
     )
 
 
-def _resources(ptx: str, sm: int) -> tuple[int, int, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command: list[str | Path] = [
-            get_ptxas(sm).path,
-            "-v",
-            f"-arch=sm_{sm}{'a' if sm >= 90 else ''}",
-            source,
-            "-o",
-            Path(folder, "kernel.cubin"),
-        ]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", output)
-    spilled = re.search(r"(\d+) bytes spill stores", output)
-    assert registers and spilled, output
-    return int(registers[1]), int(spilled[1]), output
+@contextmanager
+def _logging() -> Iterator[None]:
+    """Inside, what ptxas prints becomes metadata of a kernel, also of one that the cache has: a cache of its
+    own, because others do not have it."""
+    make_cubin = CUDABackend.make_cubin
+
+    def logged(backend: Any, ptx: str, metadata: dict[str, Any], *given: Any) -> bytes:
+        with redirect_stdout(io.StringIO()) as log:
+            cubin: bytes = make_cubin(backend, ptx, metadata, *given)
+        metadata["ptxas_log"] = log.getvalue()
+        return cubin
+
+    with knobs.cache.scope(), knobs.nvidia.scope(), patch.object(CUDABackend, "make_cubin", logged):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = f"{knobs.cache.dir}-with-logs", True
+        yield
