@@ -61,7 +61,7 @@ class LowRank(nn.Module):
         self.sizes, self.scaling = sizes, scaling
 
     def gated(self, gate_R: Tensor) -> GatedLora:
-        return GatedLora(b_Er=self.b_Er, is_mask_R=gate_R, sizes=self.sizes, scaling=self.scaling)
+        return GatedLora(b_Er=self.b_Er, gate_R=gate_R, sizes=self.sizes, scaling=self.scaling)
 
 
 class Layer(nn.Module, ABC):

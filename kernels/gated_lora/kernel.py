@@ -1,7 +1,7 @@
 """The Triton kernel of gated LoRA's second half: adds B h to MASK rows, and computes a SwiGLU that follows;
-and its launch.
+and its launch. Every adapter has its own programs, which take the rows of that adapter alone.
 
-R rows, E output width, F half of it for a SwiGLU, X ranks of all parts, r rank of one."""
+R rows, E outputs of all adapters, F half of one's for a SwiGLU, X ranks of all parts, r rank of one."""
 
 from __future__ import annotations
 
@@ -51,15 +51,22 @@ def _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def _masks(is_mask_R, row, R):
-    return (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
+def _gates(gate_R, row, R, adapter, SEVERAL: tl.constexpr):
+    """MASK rows of the adapter, and of several which rows are no MASK."""
+    gate = tl.load(gate_R + row, mask=row < R, other=0)
+    if SEVERAL:
+        return gate == adapter + 1, (gate == 0) & (row < R)
+    is_mask = (gate != 0) & (row < R)
+    return is_mask, is_mask
 
 
 @triton.jit
-def _add_rows(tensors, row, is_mask, gate, up, of_tile, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of rows: y += scaling * B h of MASK rows, or silu(gate) * up of all. `gate` and `up`: the first
-    columns of B, and what `_gain` takes of it."""
-    y_RE, out_RF, h_RX, R, scaling, strides = tensors
+def _add_rows(
+    tensors, row, is_mask, is_stored, gate, up, of_tile, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """A tile of rows: y += scaling * B h of MASK rows, or silu(gate) * up of all that are stored. `gate` and
+    `up`: the first columns of B, and what `_gain` takes of it."""
+    y_RE, out_RF, h_RX, scaling, strides = tensors
     o_e, part, size_0 = of_tile
     b, of_b = gate
     e, m_e, rank = of_b[1], of_b[2], of_b[4]
@@ -67,7 +74,7 @@ def _add_rows(tensors, row, is_mask, gate, up, of_tile, IS_WIDE: tl.constexpr, P
     dtype = y_RE.dtype.element_ty
     p_h = h_RX + row[:, None] * strides[2] + part * rank
     p_y = y_RE + row[:, None] * strides[0] + e[None, :]
-    mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
+    mask = is_stored[:, None] & m_e[None, :]
     # Loaded before the products, so that it arrives meanwhile.
     y = tl.load(p_y, mask=mask, other=0.0)
     y = (y.to(tl.float32) + _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE, PRECISION)).to(dtype)
@@ -86,9 +93,10 @@ def _add_rows(tensors, row, is_mask, gate, up, of_tile, IS_WIDE: tl.constexpr, P
 def expand_kernel(
     y_RE,
     out_RF,
-    is_mask_R,
+    gate_R,
     h_RX,
     b_Er,
+    adapters,
     R,
     sizes,
     rank,
@@ -106,8 +114,17 @@ def expand_kernel(
     """y += scaling * B h of the MASK rows of every `programs_r`-th tile; no other row is read or written.
 
     With `out_RF` y is not written, but silu(gate) * up of all rows goes there; the parts are gate and up.
-    IS_WIDE: there are more ranks than `BLOCK_K`. `strides`: of the rows of y, the output, h and B."""
+    IS_WIDE: there are more ranks than `BLOCK_K`. `strides`: of the rows of y, the output, h and B.
+    `adapters`: None for one; of several their scalings in place of `scaling`, and how many columns of h and
+    rows of B each has."""
     GATED: tl.constexpr = out_RF is not None
+    SEVERAL: tl.constexpr = adapters is not None
+    adapter = 0
+    if SEVERAL:
+        adapter = tl.program_id(1)
+        scaling = tl.load(adapters[0] + adapter).to(tl.float32)
+        h_RX += adapter * adapters[1]
+        b_Er += adapter.to(tl.int64) * adapters[2] * strides[3]
     size_0, size_1, size_2 = sizes
     stride_b = strides[3]
     tiles_r = tl.cdiv(R, BLOCK_R)
@@ -130,26 +147,30 @@ def expand_kernel(
         of_up = (b_Er, size_0 + e, m_e, k, rank, stride_b)
         up = (rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b), of_up)
     row = first_r * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    is_mask = _masks(is_mask_R, row, R)
+    is_mask, is_plain = _gates(gate_R, row, R, adapter, SEVERAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tensors = (y_RE, out_RF, h_RX, R, scaling, strides)
+    tensors = (y_RE, out_RF, h_RX, scaling, strides)
     for _ in tl.range(first_r, tiles_r, programs_r, num_stages=STAGES):
         next_row = row + programs_r * BLOCK_R
-        next_is_mask = _masks(is_mask_R, next_row, R)
+        next_is_mask, next_is_plain = _gates(gate_R, next_row, R, adapter, SEVERAL)
         if GATED or tl.max(is_mask.to(tl.int32), 0) > 0:
-            _add_rows(tensors, row, is_mask, gate, up, (o_e, part, size_0), IS_WIDE, PRECISION)
-        row, is_mask = next_row, next_is_mask
+            is_stored = is_mask
+            if GATED:
+                # Rows that are no MASK belong to the first adapter.
+                is_stored = is_mask | (is_plain & (adapter == 0)) if SEVERAL else row < R
+            _add_rows(tensors, row, is_mask, is_stored, gate, up, (o_e, part, size_0), IS_WIDE, PRECISION)
+        row, is_mask, is_plain = next_row, next_is_mask, next_is_plain
 
 
 def run_expand(
     y_RE: Tensor,
-    is_mask_R: Tensor,
+    gate_R: Tensor,
     h_RX: Tensor,
     b_Er: Tensor,
     sizes: tuple[int, ...],
-    scaling: float,
+    scaling: float | Tensor,
     *,
     out_RF: Tensor | None = None,
 ) -> None:
@@ -157,14 +178,17 @@ def run_expand(
     num_rows, rank = len(y_RE), b_Er.shape[1]
     if num_rows == 0:
         return
+    num_adapters = len(b_Er) // sum(sizes)
+    adapters = (scaling, len(sizes) * rank, sum(sizes)) if isinstance(scaling, Tensor) else None
     sizes = (*sizes, 0, 0)[:3] if out_RF is None else (sizes[0], 0, 0)
     block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
     block_k = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
     tiles = sum(triton.cdiv(size, BLOCK_E) for size in sizes)
-    programs_r = min(triton.cdiv(num_rows, block_r), max(1, PROGRAMS // tiles))
+    programs_r = min(triton.cdiv(num_rows, block_r), max(1, PROGRAMS // (tiles * num_adapters)))
     stride_out = 0 if out_RF is None else out_RF.stride(0)
-    expand_kernel[(programs_r * tiles,)](
-        *(y_RE, out_RF, is_mask_R, h_RX, b_Er, num_rows, sizes, rank, scaling),
+    expand_kernel[(programs_r * tiles, num_adapters)](
+        *(y_RE, out_RF, gate_R, h_RX, b_Er, adapters, num_rows, sizes, rank),
+        0.0 if isinstance(scaling, Tensor) else scaling,
         (y_RE.stride(0), stride_out, h_RX.stride(0), b_Er.stride(0)),
         programs_r,
         BLOCK_E=BLOCK_E,

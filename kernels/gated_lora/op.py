@@ -1,6 +1,7 @@
 """Gated LoRA of a fused projection: y += scaling * B h in MASK rows, where h = A x. Contract in README.md.
 
-R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projection, X ranks of all (P r)."""
+R rows, E output width (of B: those of all adapters), F half of it for a SwiGLU, r rank, P parts of the
+projection, L adapters, X ranks of all parts and adapters (L P r)."""
 
 from __future__ import annotations
 
@@ -17,60 +18,92 @@ MAX_PARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedLora:
-    """Gated LoRA of a projection, the end of whose weight holds the A of all parts; `sizes` as in
-    `expand_add`."""
+    """Gated LoRA of a projection, the end of whose weight holds the A of all adapters, of all parts each;
+    fields as in `expand_add`."""
 
     b_Er: Tensor
-    is_mask_R: Tensor
+    gate_R: Tensor
     sizes: tuple[int, ...]
-    scaling: float
+    scaling: float | Tensor
 
     @property
     def num_ranks(self) -> int:
-        """X, the ranks of all parts."""
-        return len(self.sizes) * self.b_Er.shape[1]
+        """X, the ranks of all parts and adapters."""
+        return len(self.b_Er) // sum(self.sizes) * len(self.sizes) * self.b_Er.shape[1]
 
 
 def expand_add(
-    y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, sizes: tuple[int, ...], scaling: float
+    y_RE: Tensor,
+    gate_R: Tensor,
+    h_RX: Tensor,
+    b_Er: Tensor,
+    *,
+    sizes: tuple[int, ...],
+    scaling: float | Tensor,
 ) -> Tensor:
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows do not change. Returns `y_RE`.
 
     `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
-    of each part in turn, with any content in other rows."""
-    _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
+    of each part in turn, with any content in other rows. `gate_R` (bool): MASK rows. Of several adapters
+    `h_RX` and `b_Er` hold those of each in turn, `scaling` is a tensor [L] (fp64), and `gate_R` (uint8) is 1
+    plus the number of the row's adapter, or 0."""
+    _check(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
     if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.kernel import run_expand
 
-        run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling)
+        run_expand(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
         return y_RE
-    return y_RE.copy_(_sum(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling))
+    return y_RE.copy_(_sum(y_RE, gate_R, h_RX, b_Er, sizes, scaling))
 
 
-def expand_swiglu(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, scaling: float) -> Tensor:
+def expand_swiglu(
+    y_RE: Tensor, gate_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, scaling: float | Tensor
+) -> Tensor:
     """silu(gate) * up, [R, F], of the gate and up that `expand_add` would give; `y_RE` does not change."""
     sizes = (y_RE.shape[1] // 2,) * 2
-    _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
+    _check(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
     if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.kernel import run_expand
 
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
-        run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
+        run_expand(y_RE, gate_R, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
         return out_RF
-    gate_RF, up_RF = _sum(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
+    gate_RF, up_RF = _sum(y_RE, gate_R, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
     return F.silu(gate_RF) * up_RF
 
 
 def _sum(
-    y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: tuple[int, ...], scaling: float
+    y_RE: Tensor,
+    gate_R: Tensor,
+    h_RX: Tensor,
+    b_Er: Tensor,
+    sizes: tuple[int, ...],
+    scaling: float | Tensor,
 ) -> Tensor:
-    parts = zip(h_RX.split(b_Er.shape[1], dim=1), b_Er.split(sizes), strict=True)
-    gain_RE = torch.cat([library_linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * scaling
-    return torch.where(is_mask_R[:, None], y_RE + gain_RE, y_RE)
+    num_adapters, rank = len(b_Er) // sum(sizes), b_Er.shape[1]
+    for number in range(num_adapters):
+        h_Rr, b_er = (x.chunk(num_adapters, dim)[number] for x, dim in ((h_RX, 1), (b_Er, 0)))
+        parts = zip(h_Rr.split(rank, dim=1), b_er.split(sizes), strict=True)
+        factor = scaling[number] if isinstance(scaling, Tensor) else scaling
+        gain_RE = torch.cat([library_linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * factor
+        y_RE = torch.where((gate_R == number + 1)[:, None], y_RE + gain_RE, y_RE)
+    return y_RE
 
 
-def _check(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: tuple[int, ...]) -> None:
-    assert len(sizes) <= MAX_PARTS and sum(sizes) == len(b_Er) == y_RE.shape[1], f"{sizes=} {b_Er.shape=}"
-    assert h_RX.shape == (len(y_RE), len(sizes) * b_Er.shape[1]), f"{h_RX.shape=} {sizes=} {b_Er.shape=}"
+def _check(
+    y_RE: Tensor,
+    gate_R: Tensor,
+    h_RX: Tensor,
+    b_Er: Tensor,
+    sizes: tuple[int, ...],
+    scaling: float | Tensor,
+) -> None:
+    num, is_one = len(scaling) if isinstance(scaling, Tensor) else 1, not isinstance(scaling, Tensor)
+    assert len(sizes) <= MAX_PARTS and sum(sizes) == y_RE.shape[1], f"{sizes=} {y_RE.shape=}"
+    assert num * sum(sizes) == len(b_Er), f"{num=} {sizes=} {b_Er.shape=}"
+    assert h_RX.shape == (len(y_RE), num * len(sizes) * b_Er.shape[1]), (
+        f"{h_RX.shape=} {sizes=} {b_Er.shape=}"
+    )
     assert y_RE.stride(1) == b_Er.stride(1) == h_RX.stride(1) == 1, f"{y_RE.stride()=} {h_RX.stride()=}"
-    assert is_mask_R.dtype == torch.bool and len(is_mask_R) == len(y_RE), f"{is_mask_R.shape=}"
+    assert gate_R.dtype == (torch.bool if is_one else torch.uint8), f"{gate_R.dtype=} {scaling=}"
+    assert len(gate_R) == len(y_RE), f"{gate_R.shape=}"

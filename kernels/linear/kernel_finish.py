@@ -132,7 +132,7 @@ def finish_with_lora(
     acc, acc_up, p_part, splits = products
     is_h, count, tile, outputs = at
     e, m_e, row, m_row = outputs
-    is_mask_R, h_RX, b_Er, rank, scaling, stride_b = adapter
+    gate_R, h_RX, b_Er, rank, scaling, stride_b = adapter
     BLOCK_E: tl.constexpr = acc.shape[0]
     tiles_h, tiles_e = tl.cdiv(rank, BLOCK_E), tl.cdiv(E, BLOCK_E)
     if is_h:
@@ -155,7 +155,7 @@ def finish_with_lora(
         b = rows_of_b(b_Er, e, m_e, k, rank, stride_b)
         h_up = tl.load(p_h + rank, mask=m_h, other=0.0, cache_modifier=".cg")
         b_up = rows_of_b(b_Er, E + e, m_e, k, rank, stride_b)
-        is_mask = (tl.load(is_mask_R + row, mask=m_row, other=0) != 0) & m_row
+        is_mask = (tl.load(gate_R + row, mask=m_row, other=0) != 0) & m_row
         acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
         gate = _rounded(acc, None, bias_E, 0, outputs, dtype)
         gate = _with_gain(gate, b, h, is_mask, scaling, dtype, PRECISION)

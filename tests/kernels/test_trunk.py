@@ -27,7 +27,7 @@ MAX_SHARED_BYTES = 227 * 1024
 
 
 @pytest.mark.parametrize(
-    "op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear", "linear_lora"]
+    "op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "several_adapters", "linear", "linear_lora"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_paths_equal_the_references(op: str, dtype: torch.dtype) -> None:
@@ -313,7 +313,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types = Integers(dict.fromkeys(bf16, "*bf16"))
     types |= HEAD_TYPES
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
-    types |= {"is_mask_R": "*i1"}
+    types |= {"gate_R": "*u8", "adapters": ("*fp64", "i32", "i32")}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
     products |= {"STAGES": 1}
     of_kernels = {
@@ -327,8 +327,10 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         (add_rms_norm_kernel, 4, 4, True, {"BLOCK_D": 4096}),
         (swiglu_kernel, 4, 0, False, {"BLOCK_F": 1024}),
         (qkv_rope_cache_kernel, 4, 9, True, {**heads, "BLOCK_J": 4, "BLOCK_h": 64}),
-        (expand_kernel, WARPS, 11, False, {**products, "out_RF": None}),
-        (expand_kernel, WARPS, 12, False, products),
+        (expand_kernel, WARPS, 11, False, {**products, "adapters": None, "out_RF": None}),
+        (expand_kernel, WARPS, 12, False, {**products, "adapters": None}),
+        (expand_kernel, WARPS, 12, False, {**products, "out_RF": None}),
+        (expand_kernel, WARPS, 15, False, products),
     ):
         options = {"num_warps": warps, **rounds_as_written()}
         of_kernel = of_kernels.get(kernel, types)

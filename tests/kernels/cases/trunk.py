@@ -212,6 +212,30 @@ def check_gated_lora(draw: Draw) -> None:
         assert_close(found[is_mask], plain, true[is_mask], f"gated_lora {rows=} {width=} {rank=} {sizes=}")
 
 
+def check_several_adapters(draw: Draw) -> None:
+    """Rows of three adapters and of none side by side; h of another adapter than the row's is NaN."""
+    sizes, scalings = draw.random.choice([(48,), (40, 40), (96, 16, 16), (70, 70)]), (1.7, 0.3, -2.0)
+    rank, width, rows, num = draw.size(4, 16, 24, 128), draw.size(96, 100, 1100), draw.num_rows, 3
+    x, (y, memory) = draw.poisoned(rows, width)[0], draw.poisoned(rows, sum(sizes))
+    a, b = draw.tensor(num * len(sizes) * rank, width, scale=width**-0.5), draw.tensor(num * sum(sizes), rank)
+    gate = torch.randint(0, num + 1, (rows,), generator=draw.generator, dtype=torch.uint8).to(draw.device)
+    h = torch.full((rows, len(a)), NAN, device=draw.device, dtype=draw.dtype)
+    stock, true = y.clone(), y.double()
+    for number, (own_a, own_b, own_h) in enumerate(zip(a.chunk(num), b.chunk(num), h.chunk(num, 1))):
+        is_own, parts, factor = gate == number + 1, own_a.view(len(sizes), rank, width), scalings[number]
+        true = gated_lora_reference(true, x, is_own, parts, own_b, sizes=sizes, scaling=factor)
+        own_h[is_own] = library_linear(x[is_own], own_a)
+        # The op of one adapter, for the rows of this one.
+        stock = expand_add(stock, is_own, own_h, own_b, sizes=sizes, scaling=factor)
+    factors, is_mask = torch.tensor(scalings, dtype=torch.float64, device=draw.device), gate > 0
+    if len(sizes) == 2:
+        assert torch.equal(expand_swiglu(y, gate, h, b, scaling=factors), swiglu(stock))
+    assert torch.equal(expand_add(y, gate, h, b, sizes=sizes, scaling=factors), stock), f"{rows=} {rank=}"
+    assert memory[0].isnan().all() and memory[:, sum(sizes) :].isnan().all()
+    if is_mask.any():
+        assert_close(y[is_mask], stock[is_mask], true[is_mask], f"several_adapters {rows=} {rank=} {sizes=}")
+
+
 def check_linear(draw: Draw) -> None:
     width = draw.size(16, 96, 100, 520, 768, 800, 3000, 4096)
     out = draw.size(1, 16, 40, 65, 200, 1000)
@@ -286,7 +310,7 @@ class Adapted:
         x[-1] = NAN
         is_mask = torch.rand(rows, generator=draw.generator) < draw.random.choice([0.0, 0.4, 1.0])
         b, sizes = draw.tensor(2 * size, rank), (size, size)
-        lora = GatedLora(b_Er=b, is_mask_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
+        lora = GatedLora(b_Er=b, gate_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
         weight = draw.weight(2 * size + lora.num_ranks, width)
         bias = draw.tensor(len(weight)) if has_bias else None
         if bias is not None:
@@ -309,7 +333,7 @@ class Adapted:
         plain = linear_swiglu(self.x, weight, bias_E=bias, launch=self.launch)
         y = linear(self.x, weight, bias_E=bias, launch=self.launch)
         h = linear(self.x, self.weight[self.num_outputs :], launch=self.launch)
-        return plain, expand_swiglu(y, lora.is_mask_R, h, lora.b_Er, scaling=lora.scaling)
+        return plain, expand_swiglu(y, lora.gate_R, h, lora.b_Er, scaling=lora.scaling)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Results of torch in the dtype of `x` and in fp64."""
@@ -317,14 +341,14 @@ class Adapted:
         a = self.weight[self.num_outputs :].view(2, -1, self.x.shape[1])
         true = linear_reference(self.x.double(), weight, bias_E=bias)
         true = gated_lora_reference(
-            true, self.x.double(), lora.is_mask_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
+            true, self.x.double(), lora.gate_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
         )
         parts = zip(a, lora.b_Er.split(lora.sizes), strict=True)
         gain = lora.scaling * torch.cat(
             [library_linear(library_linear(self.x, one), b) for one, b in parts], dim=1
         )
         plain = library_linear(self.x, weight, bias_E=bias)
-        gate, up = torch.where(lora.is_mask_R[:, None], plain + gain, plain).chunk(2, dim=1)
+        gate, up = torch.where(lora.gate_R[:, None], plain + gain, plain).chunk(2, dim=1)
         return F.silu(gate) * up, swiglu_reference(true)
 
 
@@ -350,7 +374,7 @@ def check_linear_lora(draw: Draw, variant: int | None = None) -> None:
     assert memory[0].isnan().all() and memory[-1].isnan().all() and memory[:, out:].isnan().all(), what
     plain, separate = case.separate()
     if runs_kernels(x):
-        others = ~lora.is_mask_R[kept]
+        others = ~lora.gate_R[kept]
         assert torch.equal(bits(y[kept][others]), bits(plain[kept][others])), what
         # The interpreter's product is numpy's, whose order of sums follows the tile; fp32 on a GPU is fused.
         if draw.dtype.itemsize == 2 if x.is_cuda else launch.block_e == 64 and rank == 128:
@@ -370,6 +394,7 @@ CHECKS: dict[str, Callable[[Draw], None]] = {
     "swiglu": check_swiglu,
     "qkv_rope_cache": check_qkv_rope_cache,
     "gated_lora": check_gated_lora,
+    "several_adapters": check_several_adapters,
     "linear": check_linear,
     "linear_lora": check_linear_lora,
 }
