@@ -123,6 +123,9 @@ class SamplingParams:
     tau: float = option(
         "relaxed acceptance min(1, (1+tau) p/q) of drafts (decoder=isd, lossy); 0 is exact", 0.0
     )
+    adapter: str | None = option(
+        "which of adapters= drafts (decoder=isd); null is model= itself. All give the base's answers", None
+    )
     decoder_options: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -204,6 +207,7 @@ class SamplingParams:
             ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("n", is_integer(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
             ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
+            ("adapter", self.adapter is None or _is_text(self.adapter), "a name or null"),
             *self._change_checks(),
             ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
         )

@@ -16,7 +16,7 @@ import torch
 from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
 from idlm.devices import is_out_of_memory, require_gpu
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.memory.base import (
     LOGITS,
@@ -28,6 +28,7 @@ from idlm.infer.memory.base import (
     plans_canvases,
 )
 from idlm.infer.models import fp8, moe
+from idlm.infer.models.adapter import Adapter
 from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.models.loader import LoadedModel, Outline, load_outline, read_outline, slot_share
 from idlm.infer.mosaic.arena import open_arena
@@ -110,15 +111,38 @@ def read_checkpoint(
         dtype=settings.dtype,
         mask_token_id=settings.mask_token_id,
         base=settings.base,
+        adapters=settings.adapters,
         rope_factor=settings.rope_factor,
         shards=shards,
     )
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
+    _check_drafts(outline.adapters, decoder)
     if decoder.takes_selector and outline.semantics.selector is not None:
         SELECTORS.get(outline.semantics.selector).check(Path(path), outline.spec)
     return outline, decoder
+
+
+def _check_drafts(adapters: tuple[Adapter, ...], decoder: Decoder) -> None:
+    """Raise UserError IDLM-0626 for adapters that the decoder cannot draft with in one pass."""
+    stride = max(mode.stride for mode in decoder.modes) if decoder.kv_policy.has_drafts else 1
+    for adapter in adapters[1:]:
+        trained = adapter.semantics.stride
+        if trained < stride:
+            raise UserError(
+                "IDLM-0626",
+                f"adapter {adapter.directory} was trained for stride {trained}, and {adapters[0].directory} "
+                f"decodes at stride {stride}",
+                fix=f"give decoder.stride={trained}, which all of them reach, or leave that adapter out",
+            )
+    selecting = [str(adapter.directory) for adapter in adapters if adapter.semantics.selector is not None]
+    if len(adapters) > 1 and selecting and decoder.takes_selector:
+        raise UserError(
+            "IDLM-0626",
+            f"{some_of(selecting)} has a selector of drafts, which several adapters cannot share",
+            fix="give decoder.selector=false, or serve it alone",
+        )
 
 
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
@@ -176,7 +200,7 @@ def _assemble(
     _check_lanes(settings, sizes, device)
     with translate_memory_errors(device):
         decoder.allocate(sizes.num_lanes, max_length, size, dtype=model.dtype, device=device)
-        table = SequenceState(sizes.num_lanes, max_length, device)
+        table = SequenceState(sizes.num_lanes, max_length, device, adapters=tuple(settings.adapters))
         memory = MEMORY_MANAGERS.get(settings.memory)()
         pool, planned = _pool(settings, model, decoder, sizes, stack, shards, memory)
         attention = _attention(settings, model, sizes.kv_dtype)
@@ -186,7 +210,8 @@ def _assemble(
             runner = CanvasRunner(model, arena, pool, capacity=planned.workspace_bytes)
         else:
             cache = _kv_cache(model, decoder.kv_policy, sizes.kv_dtype, pool.num_pages * pool.page_size)
-            runner = Runner(model, pool, cache, attention=attention, stack=stack, memory=memory)
+            options: dict[str, Any] = {"attention": attention, "stack": stack, "memory": memory}
+            runner = Runner(model, pool, cache, gates_Z=table.gates_Z, **options)
     settings = _resolve_graphs(settings, attention, model, stack.eager if stack else [], decoder.kv_policy)
     return EngineParts(
         settings=settings,
@@ -324,7 +349,7 @@ def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
         what, rows_VD = f"noise_range={[*meaning.noise_range]}", trunk.embed[slice(*meaning.noise_range)]
     else:
         what = f"mask_token_id={meaning.mask_token_id}"
-        rows_VD = trunk.embed[meaning.mask_token_id] if trunk.mask_row is None else trunk.mask_row
+        rows_VD = trunk.embed[meaning.mask_token_id] if trunk.mask_rows_LD is None else trunk.mask_rows_LD
     # A sum, which takes no memory for a flag of every number.
     if not bool(rows_VD.sum(dtype=torch.float64).isfinite()):
         raise UserError(

@@ -87,6 +87,12 @@ class EngineParts:
         if params.max_tokens is None:
             params = replace(params, max_tokens=self.decoder.default_max_tokens)
         _check_vocabulary(request_id, params, vocab_size)
+        if params.adapter is not None and params.adapter not in self.settings.adapters:
+            raise UserError(
+                "IDLM-0490",
+                f"request {request_id!r}: adapter={params.adapter!r} is none of {[*self.settings.adapters]}",
+                fix="give a name of adapters=, or leave it out for the adapter of model=",
+            )
         known = self.encode([prompt])[0] if isinstance(prompt, str) and prompt else prompt
         if isinstance(known, list):
             # Check the length first, because checking millions of ids takes gigabytes.

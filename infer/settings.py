@@ -36,6 +36,9 @@ class EngineSettings:
     base: str | None = option(
         "base model of a gated adapter; null is the path in its adapter_config.json", None, is_path=True
     )
+    adapters: dict[str, str] = option(
+        "further gated adapters of the same base, which requests name: {NAME: FOLDER, ...}", {}
+    )
     accelerators: dict[str, Any] | list[str] | str | None = option(
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []
     )

@@ -20,6 +20,7 @@ def write_adapter(
     mask_token_id: int | None,
     stride: int,
     rank: int = 3,
+    alpha: float | None = None,
     targets: tuple[str, ...] = PROJECTIONS,
     has_mask_row: bool = False,
     size: float = 0.3,
@@ -40,7 +41,7 @@ def write_adapter(
     if has_mask_row:
         tensors[MASK_ROW] = torch.randn(model.config.hidden_size, generator=generator)
     save_file(tensors, directory / WEIGHTS_FILE)
-    AdapterSpec(rank=rank, alpha=2.0 * rank, targets=targets, base_path=str(base)).save(directory)
+    AdapterSpec(rank=rank, alpha=alpha or 2.0 * rank, targets=targets, base_path=str(base)).save(directory)
     Semantics(
         mask_token_id=mask_token_id,
         noise_range=noise_range,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode [loads=1x1024,64x1024,32x8192]
         [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [draft_input=mask|uniform]
-        [penalties=true]
+        [several=3] [penalties=true]
         [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
         [least=256] [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
@@ -10,7 +10,8 @@
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
 every sequence in mid-answer. A load is so many sequences by the tokens of their contexts, an arm
 STRATEGY/STRIDE; without `arms` those run that can be best (`ARMS`). `adapters`: ranks of a gated adapter on
-MASK rows, 0 for none. `penalties`: also arms whose requests have penalties, without an adapter. Traces, the
+MASK rows, 0 for none. `several`: also so many adapters of these ranks in one engine, which requests take in
+turn, over one. `penalties`: also arms whose requests have penalties, without an adapter. Traces, the
 same in all arms, replace the verdicts on drafts (decoding/replay.py), one after the other in the rounds. A
 pass takes as long whatever it accepts; so its tokens are those that the strategy expects at the trace's
 acceptance, which `tokens_per_forward` compares with the replayed ones. It needs a GPU.
@@ -49,8 +50,8 @@ STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 "
     "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
-    "penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 rounds=2 "
-    "tokens=48 least=256 record=true mismatches= base= num=200 length=512"
+    "several=1 penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 "
+    "rounds=2 tokens=48 least=256 record=true mismatches= base= num=200 length=512"
 )
 ARMS = {
     ("branch_3", 8): (1, 4),
@@ -236,15 +237,21 @@ def sweep(bench: Bench) -> None:
     for load in bench.loads():
         found = measure_arms(bench, _isd_arms(bench, load.concurrency), load, AR)
         references = [measured.ar for measured in found if measured.ar is not None]
-        for measured in [*references[:1], *found]:
+        for measured in [*references[:1], *(one for one in found if one.arm.num_adapters == 1)]:
             _note(bench, measured)
-        plain = {measured.arm.name: measured for measured in found}
+        by_name = {measured.arm.name: measured for measured in found}
         for measured in found:
-            name, _, variant = measured.arm.name.partition(" ")
-            if variant and name in plain:
-                ratio = measured.step_ms() / plain[name].step_ms()
-                kind = "penalties" if measured.arm.penalised else "adapter"
-                bench.add(_case(bench, measured), f"{kind}_over_plain_step", ratio, "x")
+            arm, case = measured.arm, _case(bench, measured)
+            name = arm.name.partition(" ")[0]
+            if arm.num_adapters > 1:
+                # Passes of both emit as many tokens.
+                one = by_name.get(arm.name.rpartition(" ")[0])
+                if one is not None:
+                    bench.add(case, "adapters_over_one", one.step_ms() / measured.step_ms(), "x")
+            elif name != arm.name and name in by_name:
+                ratio = measured.step_ms() / by_name[name].step_ms()
+                kind = "penalties" if arm.penalised else "adapter"
+                bench.add(case, f"{kind}_over_plain_step", ratio, "x")
 
 
 def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
@@ -257,6 +264,10 @@ def _isd_arms(bench: Bench, concurrency: int) -> list[Arm]:
         arm = Arm(name=name, strategy="cold" if adaptive else strategy, stride=stride, adaptive=adaptive)
         for rank in bench.numbers("adapters"):
             arms.append(replace(arm, name=f"{name} rank {rank}", adapter=rank) if rank else arm)
+            num_adapters = bench.number("several")
+            if rank and num_adapters > 1:
+                together = f"{arms[-1].name} x{num_adapters}"
+                arms.append(replace(arms[-1], name=together, num_adapters=num_adapters))
         if bench.options["penalties"] == "true":
             arms.append(replace(arm, name=f"{name} penalised", penalised=True))
     return arms
@@ -267,6 +278,7 @@ def _case(bench: Bench, measured: Measured) -> dict[str, Any]:
     case: dict[str, Any] = {"concurrency": load.concurrency, "context": load.context}
     case |= {"strategy": arm.shown_strategy, "stride": arm.stride}
     case |= {"adapter": arm.adapter, "draft_input": bench.model.semantics.draft_input}
+    case |= {"num_adapters": arm.num_adapters} if arm.num_adapters > 1 else {}
     return case | ({"penalties": True} if arm.penalised else {})
 
 

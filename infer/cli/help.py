@@ -182,7 +182,7 @@ def _description(outline: Outline) -> list[str]:
 
     spec, meaning = outline.spec, outline.semantics
     family = FAMILIES.get(outline.architecture)
-    directory = outline.directory if outline.adapter is None else outline.adapter.directory
+    directory = outline.adapters[0].directory if outline.adapters else outline.directory
     is_written = (directory / SEMANTICS_FILE).is_file()
     reordered = sorted(name for name, target in outline.targets.items() if target.order is not None)
     rotation = "nothing"
@@ -201,9 +201,8 @@ def _description(outline: Outline) -> list[str]:
         f"ignored     {', '.join(outline.ignored) or 'nothing'}",
         f"reordered   {rotation}",
     ]
-    if outline.adapter is not None:
-        lines.append(f"adapter     {directory}, gated, rank {outline.adapter.spec.rank}")
-    return lines
+    ranks = ((adapter.directory, adapter.spec.rank) for adapter in outline.adapters)
+    return lines + [f"adapter     {directory}, gated, rank {rank}" for directory, rank in ranks]
 
 
 def _fields(values: Any) -> str:

@@ -35,8 +35,8 @@ SPEED_ONLY_KEYS = (
     *("prefix_cache", "schedule"),
 )
 """Where and how fast the model runs: a resumed run may change these."""
-EXCLUDED_KEYS = ("base", "accelerators")
-"""Keys recorded in another form: the base by an adapter's own files, accelerators with their options."""
+EXCLUDED_KEYS = ("base", "adapters", "accelerators")
+"""Keys recorded in another form: base and adapters by their files, accelerators with their options."""
 PATH, DIGEST = "model", "model_digest"
 MODEL_FILES = (
     *("config.json", "generation_config.json", SEMANTICS_FILE, ADAPTER_CONFIG, WEIGHTS_FILE),
@@ -164,6 +164,9 @@ def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, 
         **({"decoder": decoder} if decoder else {}),
         **{f"decoder.{name}": value for name, value in arguments.options.items()},
         **({"accelerators": accelerators} if accelerators else {}),
+        **{
+            f"adapters.{name}": model_digest(each, base=config.base) for name, each in config.adapters.items()
+        },
         **changed,
     }
     # YAML has types that JSON lacks (dates). No setting takes them, which the engine reports.

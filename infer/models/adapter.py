@@ -1,13 +1,14 @@
-"""Loads a gated LoRA, a PEFT directory with gated=true in its semantics, onto the base it was trained on.
+"""Loads gated LoRAs, PEFT directories with gated=true in their semantics, onto the base they were trained on.
 `idlm.lora` defines the computation."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError, some_of
@@ -18,6 +19,9 @@ from idlm.infer.models.targets import WeightTarget, row_orders, row_target, targ
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
+
+OWN = ("stride", "mask_region", "acceptance", "selector")
+"""In what adapters of one engine may differ; `build.read_checkpoint` checks strides and selectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,80 +71,119 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
     return Adapter(directory=directory, base=Path(path), spec=spec, semantics=meaning, files=files)
 
 
-def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Compare the adapter with a trunk on the meta device, where no rank takes memory. Raises UserError
+def open_further(
+    folders: Mapping[str, Path], first: Adapter, *, ignored: tuple[str, ...] = ()
+) -> tuple[Adapter, ...]:
+    """Open the adapters, by name, that an engine of `first` has besides. `ignored`: what of their semantics
+    is overridden. UserError IDLM-0626 for one that means something else, and those of `open_adapter`."""
+    found = []
+    for name, folder in folders.items():
+        adapter = open_adapter(folder, base=first.base, semantics=None)
+        mine, others = (dataclasses.asdict(one.semantics) for one in (adapter, first))
+        differing = [
+            f"{key}={value!r} (not {others[key]!r})"
+            for key, value in mine.items()
+            if value != others[key] and key not in (*OWN, *ignored)
+        ]
+        if differing:
+            raise UserError(
+                "IDLM-0626",
+                f"adapter {name!r}, {folder}, cannot share passes with {first.directory}: it has "
+                f"{', '.join(differing)}",
+                fix=f"serve it alone, with model={folder}, or train both alike",
+            )
+        found.append(adapter)
+    return tuple(found)
+
+
+def check_adapters(empty: DenseTrunk, adapters: Sequence[Adapter], names: TensorNames) -> None:
+    """Compare adapters with a trunk on the meta device, where no rank takes memory. Raises UserError
     IDLM-0613 with every tensor that does not fit, and targets that the base does not have."""
-    targets = _targets(empty, adapter, names)
-    problems = weights.misfits(targets, adapter.files, (), source=ADAPTER_CONFIG)
     layers = [layer.projections(names) for layer in empty.layers if isinstance(layer, DenseLayer)]
     modules = {_last(module) for one in layers for paths, *_ in one.values() for module in paths}
-    unknown = [name for name in adapter.spec.targets if name not in modules]
-    if unknown:
-        what = f"target_modules names {len(unknown)} that the base does not have"
-        problems.append(f"{what}: {some_of(unknown)}")
-    if problems:
-        raise UserError(
-            "IDLM-0613",
-            f"the tensors of {adapter.directory} do not fit {ADAPTER_CONFIG} and base; {'; '.join(problems)}",
-            fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export, or give base= the "
-            "base that they were trained on",
-        )
+    for adapter, targets in zip(adapters, _targets(empty, adapters, names), strict=True):
+        problems = weights.misfits(targets, adapter.files, (), source=ADAPTER_CONFIG)
+        unknown = [name for name in adapter.spec.targets if name not in modules]
+        if unknown:
+            what = f"target_modules names {len(unknown)} that the base does not have"
+            problems.append(f"{what}: {some_of(unknown)}")
+        if problems:
+            raise UserError(
+                "IDLM-0613",
+                f"the tensors of {adapter.directory} do not fit {ADAPTER_CONFIG} and base; "
+                f"{'; '.join(problems)}",
+                fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export, or give base= the "
+                "base that they were trained on",
+            )
 
 
-def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Load an adapter that `check_adapter` allows. Raises UserError IDLM-0613 for values that are not
-    finite."""
-    targets = _targets(trunk, adapter, names)
-    weights.copy(targets, adapter.files)
-    bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
-    if bad:
-        raise UserError(
-            "IDLM-0613",
-            f"{len(bad)} tensors of {adapter.directory} have values that are not finite, {bad[0]} first",
-            fix="use an adapter of an earlier step, before its training diverged",
-        )
-    trunk.is_adapted = True
+def add_adapters(
+    trunk: DenseTrunk, adapters: Sequence[Adapter], names: TensorNames, mask_token_id: int | None
+) -> None:
+    """Load adapters that `check_adapters` allows onto a trunk with its weights. Raises UserError IDLM-0613
+    for values that are not finite."""
+    for adapter, targets in zip(adapters, _targets(trunk, adapters, names), strict=True):
+        weights.copy(targets, adapter.files)
+        bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
+        if bad:
+            raise UserError(
+                "IDLM-0613",
+                f"{len(bad)} tensors of {adapter.directory} have values that are not finite, {bad[0]} first",
+                fix="use an adapter of an earlier step, before its training diverged",
+            )
+    if trunk.mask_rows_LD is not None:
+        for row_D, adapter in zip(trunk.mask_rows_LD.data, adapters, strict=True):
+            if not adapter.has_mask_row:
+                row_D.copy_(trunk.embed[mask_token_id])
+    trunk.is_adapted = bool(adapters)
 
 
 def _matrices(
-    layer: DenseLayer, fused: str, modules: tuple[str, ...], low: LowRank
+    layer: DenseLayer,
+    fused: str,
+    modules: tuple[str, ...],
+    sizes: tuple[int, ...],
+    a_PrD: Tensor,
+    b_Er: Tensor,
 ) -> dict[str, tuple[WeightTarget, WeightTarget]]:
     """Targets of the A and B of each module."""
     if fused in SUMMED:
-        return {modules[0]: (target_of(low.a[0], layer.shards, 1), target_of(low.b_Er.data))}
+        return {modules[0]: (target_of(a_PrD[0], layer.shards, 1), target_of(b_Er))}
     orders = row_orders(layer.spec, layer.shards, fused, len(modules))
-    if len(modules) < len(low.sizes):
+    if len(modules) < len(a_PrD):
         # Each part of the one module has its A.
-        rank = low.b_Er.shape[1]
-        a_PrD = low.stacked.data[len(low.b_Er) :].view(len(low.sizes), rank, -1)
         a = WeightTarget(view=a_PrD, shape=tuple(a_PrD.shape[1:]))
-        return {modules[0]: (a, row_target(low.b_Er.data, orders[0], layer.shards))}
-    return {
-        module: (target_of(a), row_target(b, order, layer.shards))
-        for module, a, b, order in zip(modules, low.a, low.b, orders, strict=True)
-    }
+        return {modules[0]: (a, row_target(b_Er, orders[0], layer.shards))}
+    parts = zip(modules, a_PrD, b_Er.split(sizes), orders, strict=True)
+    return {module: (target_of(a), row_target(b, order, layer.shards)) for module, a, b, order in parts}
 
 
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[str, WeightTarget]:
-    """Targets of the adapter's tensors; creates the low-rank matrices as zeros."""
-    spec, targets = trunk.spec, {}
-    if adapter.has_mask_row:
-        row_D = torch.zeros(spec.width, device=trunk.embed.device, dtype=trunk.embed.dtype)
-        trunk.mask_row = nn.Parameter(row_D, requires_grad=False)
-        targets[MASK_ROW] = target_of(trunk.mask_row)
-    for number, layer in enumerate(trunk.layers):
+def _targets(
+    trunk: DenseTrunk, adapters: Sequence[Adapter], names: TensorNames
+) -> list[dict[str, WeightTarget]]:
+    """Targets of each adapter's tensors; creates the low-rank matrices as zeros, all of the largest rank."""
+    found: list[dict[str, WeightTarget]] = [{} for _ in adapters]
+    if any(adapter.has_mask_row for adapter in adapters):
+        rows_LD = trunk.embed.new_zeros(len(adapters), trunk.spec.width)
+        trunk.mask_rows_LD = nn.Parameter(rows_LD, requires_grad=False)
+        for targets, adapter, row_D in zip(found, adapters, trunk.mask_rows_LD.data, strict=True):
+            targets |= {MASK_ROW: target_of(row_D)} if adapter.has_mask_row else {}
+    specs = [adapter.spec for adapter in adapters]
+    rank = max((spec.rank for spec in specs), default=0)
+    for number, layer in enumerate(trunk.layers if adapters else ()):
         assert isinstance(layer, DenseLayer)
         layer.lora = nn.ModuleDict()
         for fused, (modules, sizes, weight, bias) in layer.projections(names).items():
-            low = LowRank(sizes, weight, bias, rank=adapter.spec.rank, scaling=adapter.spec.scaling)
-            layer.lora[fused] = low
-            given = [module for module in modules if _last(module) in adapter.spec.targets]
-            for module, (a, b) in _matrices(layer, fused, modules, low).items():
-                if module in given:
-                    path = module.format(number)
-                    targets |= {tensor_name(path, "A"): a, tensor_name(path, "B"): b}
-    return targets
+            scalings = tuple(spec.scaling for spec in specs)
+            low = layer.lora[fused] = LowRank(sizes, weight, bias, rank=rank, scalings=scalings)
+            for index, (targets, spec) in enumerate(zip(found, specs, strict=True)):
+                matrices = low.matrices(index, spec.rank)
+                for module, (a, b) in _matrices(layer, fused, modules, sizes, *matrices).items():
+                    if _last(module) in spec.targets:
+                        path = module.format(number)
+                        targets |= {tensor_name(path, "A"): a, tensor_name(path, "B"): b}
+    return found

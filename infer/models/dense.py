@@ -4,7 +4,8 @@ dense; `moe.py` has layers with experts.
 It has no cache, no mask and no batch axis, and never waits for the device. Rounding follows transformers step
 by step (norms in fp32, then cast), so that bf16 logits agree as well.
 R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K), H
-head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, P parts of a fused projection.
+head dim, D width, F ffn, V vocabulary, E output width of a projection (of B: those of all adapters), r rank,
+P parts of a fused projection, L adapters.
 """
 
 from __future__ import annotations
@@ -38,27 +39,37 @@ SUMMED = ("o", "down")
 """Projections whose input is divided among ranks: each computes a summand, which the next norm adds up."""
 MakeWeight = Callable[..., nn.Parameter]
 """`empty_weight` of one device and dtype."""
+Floats = tuple[float, ...]
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
 """Of a fused projection: its modules in the checkpoint, or the one that has all its parts, the output widths
 of its parts, weight and bias."""
 
 
 class LowRank(nn.Module):
-    """Gated LoRA of a fused projection, with an A and a B per part, zero for a part without adapter. The
-    projection's weight is stored before the A, so that one product computes both."""
+    """Gated LoRA of a fused projection, with an A and a B per part of each adapter (one for each of
+    `scalings`), zero for a part without adapter. The projection's weight is stored before the A, so that one
+    product computes both."""
 
     def __init__(
-        self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scaling: float
+        self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scalings: Floats
     ) -> None:
         super().__init__()
         num_outputs, width = weight_ED.shape
-        a_XD = weight_ED.new_zeros(rank * len(sizes), width)
+        self.sizes, self.num_adapters = sizes, len(scalings)
+        a_XD = weight_ED.new_zeros(len(scalings) * len(sizes) * rank, width)
         self.stacked = nn.Parameter(torch.cat((weight_ED.data, a_XD)), requires_grad=False)
         weight_ED.data = self.stacked.data[:num_outputs]
         self.bias = None if bias_E is None else torch.cat((bias_E, bias_E.new_zeros(len(a_XD))))
-        self.b_Er = nn.Parameter(weight_ED.new_zeros(sum(sizes), rank), requires_grad=False)
-        self.a, self.b = self.stacked.data[num_outputs:].split(rank), self.b_Er.data.split(sizes)
-        self.sizes, self.scaling = sizes, scaling
+        self.b_Er = nn.Parameter(a_XD.new_zeros(len(scalings) * sum(sizes), rank), requires_grad=False)
+        scaling_L = torch.tensor(scalings, dtype=torch.float64, device=weight_ED.device)
+        self.scaling: float | Tensor = scaling_L if len(scalings) > 1 else scalings[0]
+
+    def matrices(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Views of an adapter's A of all parts [P, r, D] and its B [E, r]; what is above its rank is 0."""
+        b_LEr = self.b_Er.data.unflatten(0, (self.num_adapters, -1))
+        a_XD = self.stacked.data[b_LEr.shape[1] :]
+        a_LPrD = a_XD.unflatten(0, (self.num_adapters, len(self.sizes), -1))
+        return a_LPrD[number, :, :rank], b_LEr[number, :, :rank]
 
     def gated(self, gate_R: Tensor) -> GatedLora:
         return GatedLora(b_Er=self.b_Er, gate_R=gate_R, sizes=self.sizes, scaling=self.scaling)
@@ -226,7 +237,7 @@ def add_and_norm(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs shared by all layers of a step. `gate_R` (bool): rows an adapter applies to, None for none."""
+    """Inputs shared by all layers of a step. `gate_R`: see `DenseTrunk.forward`; None: no row."""
 
     rope: Rope
     gate_R: Tensor | None
@@ -284,16 +295,17 @@ class DenseTrunk(nn.Module):
         self.embed_scale = float(torch.tensor(spec.variant.embed_scale, dtype=dtype))
         self.linears = Linears()
         self.is_adapted = False
-        self.mask_row: nn.Parameter | None = None
+        self.mask_rows_LD: nn.Parameter | None = None
 
     def _layer(self, number: int, empty: MakeWeight) -> Layer:
         return DenseLayer(self.spec, self.shards, empty)
 
     def forward(
-        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
+        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, gate_R: Tensor | None = None
     ) -> Tensor:
-        """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device."""
-        gate_R = is_mask_R if self.is_adapted else None
+        """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device. `gate_R`:
+        the rows that adapters apply to, as in `kernels/gated_lora`; None: none."""
+        gate_R = gate_R if self.is_adapted else None
         dtype, others, other = self.embed.dtype, self.spec.variant.others, None
         rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=dtype)
         if others is not None:
@@ -324,11 +336,14 @@ class DenseTrunk(nn.Module):
 
     def _embeddings(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
         # Indexing takes a quarter of the time of F.embedding for the few rows of a decoding step.
-        if self.mask_row is None or gate_R is None:
+        if self.mask_rows_LD is None or gate_R is None:
             return self.embed[token_ids_R]
         # The id of MASK may lie outside the table.
-        x_RD = self.embed[token_ids_R.masked_fill(gate_R, 0)]
-        return torch.where(gate_R[:, None], self.mask_row, x_RD)
+        is_mask_R, mask_rows = gate_R.bool(), self.mask_rows_LD[0]
+        x_RD = self.embed[token_ids_R.masked_fill(is_mask_R, 0)]
+        if len(self.mask_rows_LD) > 1:
+            mask_rows = self.mask_rows_LD[(gate_R.long() - 1).clamp(min=0)]
+        return torch.where(is_mask_R[:, None], mask_rows, x_RD)
 
 
 def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -71,7 +71,6 @@ def _quantise_adapted(layer: DenseLayer, name: str, low: LowRank) -> Fp8Weight:
     """Quantise a projection and its adapter's A together; returns the weight that holds both."""
     both, num_outputs = quantise_fp8(low.stacked), len(getattr(layer, name))
     own = Fp8Weight(values_ED=both.values_ED[:num_outputs], scale_E=both.scale_E[:num_outputs])
-    low.a = both.values_ED[num_outputs:].split(low.b_Er.shape[1])
     _replace(low, "stacked", both)
     _replace(layer, name, own)
     return both

@@ -6,6 +6,7 @@ checkpoint is never imported. Weights come from safetensors only and are stored 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.paths import path_error
 from idlm.infer.models import fp8, moe, weights
-from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
+from idlm.infer.models.adapter import Adapter, add_adapters, check_adapters, open_adapter, open_further
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL, extended
 from idlm.infer.models.dense import DenseTrunk, weight_targets
@@ -60,10 +61,11 @@ def slot_share(model: LoadedModel, itemsize: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A checked checkpoint before its weights are loaded. `targets` are on the meta device."""
+    """A checked checkpoint before its weights are loaded. `targets` are on the meta device. The first of the
+    `adapters` is the checkpoint itself."""
 
     directory: Path
-    adapter: Adapter | None
+    adapters: tuple[Adapter, ...]
     architecture: str
     names: TensorNames
     spec: ModelSpec
@@ -82,8 +84,7 @@ def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards
         kv_scales = fp8.read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
-    if outline.adapter is not None:
-        add_adapter(trunk, outline.adapter, names)
+    add_adapters(trunk, outline.adapters, names, outline.semantics.mask_token_id)
     return LoadedModel(
         trunk=trunk.eval(),
         spec=spec,
@@ -104,27 +105,30 @@ def read_outline(
     mask_token_id: int | None = None,
     semantics: Semantics | None = None,
     base: str | Path | None = None,
+    adapters: Mapping[str, str] | None = None,
     rope_factor: float | None = None,
     shards: Shards = ALONE,
 ) -> Outline:
     """Check the directory `path`, a whole model or a gated adapter with its base, before weights are loaded.
     `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the path of an
-    adapter's base. `rope_factor`: see `extended` (None: the checkpoint's own rotation). Raises UserError
-    (IDLM-0302, 0303, 0600 to 0619)."""
+    adapter's base. `adapters`: folders of further ones by name. `rope_factor`: see `extended` (None: the
+    checkpoint's own rotation). Raises UserError (IDLM-0302, 0303, 0600 to 0619, 0626)."""
+    overridden = () if mask_token_id is None else ("mask_token_id",)
     try:
-        directory, adapter = _open(Path(path), base, semantics)
+        directory, opened = _open(Path(path), base, semantics, adapters or {}, overridden)
     except OSError as error:
-        raise path_error("IDLM-0600", path, error, fix="give another model= or base=") from error
+        raise path_error("IDLM-0600", path, error, fix="give another model=, base= or adapters=") from error
     checkpoint.verify(directory, required=False)
     config = checkpoint.read_json(directory / "config.json")
     architecture, family = _family(config)
     files = weights.locate(directory)
     spec = _with_possible_counts(family.spec(config), len(files))
-    if spec.moe is not None and adapter is not None:
+    if spec.moe is not None and opened:
         moe.refuse("an adapter")
-    given = semantics if adapter is None else adapter.semantics
+    given = opened[0].semantics if opened else semantics
     meaning = _semantics(directory, config, family, mask_token_id, given)
-    _check_meaning(meaning, spec, directory, adapter)
+    for adapter in opened or (None,):
+        _check_meaning(meaning, spec, directory, adapter)
     names = family.tensor_names
     spec = family.refined(spec, files.keys())
     if rope_factor is not None:
@@ -140,11 +144,10 @@ def read_outline(
     empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
     weights.check(targets, files, ignored)
-    if adapter is not None:
-        check_adapter(empty, adapter, names)
+    check_adapters(empty, opened, names)
     return Outline(
         directory=directory,
-        adapter=adapter,
+        adapters=opened,
         architecture=architecture,
         names=names,
         spec=spec,
@@ -178,15 +181,29 @@ def _with_possible_counts(spec: ModelSpec, num_tensors: int) -> ModelSpec:
     return spec
 
 
-def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
+def _open(
+    path: Path,
+    base: str | Path | None,
+    semantics: Semantics | None,
+    further: Mapping[str, str],
+    overridden: tuple[str, ...],
+) -> tuple[Path, tuple[Adapter, ...]]:
+    """The directory of the whole model, and the adapters. `overridden`: fields of their semantics."""
     directory = checkpoint_directory(path)
     if checkpoint.is_adapter(directory):
         adapter = open_adapter(directory, base=base, semantics=semantics)
-        return adapter.base, adapter
+        folders = {name: checkpoint_directory(folder) for name, folder in further.items()}
+        return adapter.base, (adapter, *open_further(folders, adapter, ignored=overridden))
     if base is not None:
         problem = f"base={base}, but {directory} is not an adapter"
         raise UserError("IDLM-0611", problem, fix="leave base= out for a whole model")
-    return directory, None
+    if further:
+        raise UserError(
+            "IDLM-0626",
+            f"adapters={[*further]}, and model={directory} is a whole model",
+            fix="give one of the adapters as model=, and this model as base=",
+        )
+    return directory, ()
 
 
 def checkpoint_directory(path: str | Path) -> Path:

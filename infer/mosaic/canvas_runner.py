@@ -53,7 +53,7 @@ def resolve_canvases(
         )
     moe, backend = outline.spec.moe, settings.attention
     refused = {
-        "a gated adapter": outline.adapter is not None,
+        "a gated adapter": bool(outline.adapters),
         "experts in some layers only": bool(moe and (moe.dense_layers or moe.layer_step != 1)),
         "layers whose norms, scales or rotations are not those of Llama": outline.spec.variant != USUAL,
         "a shared expert": moe is not None and moe.shared_ffn_width > 0,

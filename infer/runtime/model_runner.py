@@ -147,7 +147,7 @@ class PassRunner(ABC):
 
 class Runner(PassRunner):
     """Model and cache of one device, and the accelerators between them. The memory manager plans the
-    transients."""
+    transients. `gates_Z`: see `SequenceState`; None: the model has one adapter at most."""
 
     def __init__(
         self,
@@ -158,9 +158,10 @@ class Runner(PassRunner):
         attention: str,
         stack: AcceleratorStack | None,
         memory: MemoryManager,
+        gates_Z: Tensor | None = None,
     ) -> None:
         self._trunk, self._cache, self.pool = model.trunk, cache, pool
-        self._attention, self._stack = attention, stack
+        self._attention, self._stack, self._gates_Z = attention, stack, gates_Z
         self._heads = head_shape(model, cache.keys.dtype)
         others = model.spec.variant.others
         self._window = None if others is None else others.window
@@ -194,7 +195,7 @@ class Runner(PassRunner):
             )
         if sparse_pass is not None:
             fed = sparse_pass.plan
-            hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
+            hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, self._gate(fed))
             return self._wanted(hidden_RD, plan, *sparse_pass.finish())
         whole = make_plan(plan)
         has_windows = self._window is not None and self._window < plan.max_slots
@@ -206,8 +207,14 @@ class Runner(PassRunner):
             window_plan=make_plan(plan, window=self._window) if has_windows else None,
             windowed=self._windowed,
         )
-        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
+        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, self._gate(plan))
         return self._wanted(hidden_RD, plan, plan.logit_rows_X)
+
+    def _gate(self, plan: StepPlan) -> Tensor | None:
+        """The trunk's `gate_R`: of several adapters that of the row's sequence."""
+        if plan.is_mask_R is None or self._gates_Z is None:
+            return plan.is_mask_R
+        return self._gates_Z[plan.lanes_B][plan.sequence_R] * plan.is_mask_R
 
     def _wanted(
         self, hidden_RD: Tensor, plan: StepPlan, rows_X: Tensor, dropped: DroppedRows | None = None

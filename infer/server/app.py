@@ -66,14 +66,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         async with connected(request):
             generation = await service.chat(body, request.state.client)
         parser = functools.partial(service.answer_parser, body, generation.prompts[0])
-        reply = ChatReply(body, generation, service.model_name, service.token_texts, parser)
+        reply = ChatReply(body, generation, body.model or service.model_name, service.token_texts, parser)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async with connected(request):
             generation = await service.complete(body, request.state.client)
-        reply = CompletionReply(body, generation, service.model_name, service.token_texts)
+        reply = CompletionReply(body, generation, body.model or service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
 
@@ -100,12 +100,12 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(service)]})
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.models]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return json_response(_model(service))
+        return json_response(_model(service, name))
 
     # The second name is SGLang's older one, which its router still hands on.
     @app.get("/model_info")
@@ -136,9 +136,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _model(service: Service) -> dict[str, Any]:
-    about = {"id": service.model_name, "object": "model", "created": service.start_time, "owned_by": "idlm"}
-    size = {"root": service.config.model, "max_model_len": service.info.max_length}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    about = {"id": name, "object": "model", "created": service.start_time, "owned_by": "idlm"}
+    size = {"root": service.models[name], "max_model_len": service.info.max_length}
     return {**about, **size, "exactness": service.info.exactness}
 
 

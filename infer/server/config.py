@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from idlm.config.schema import option
@@ -79,6 +80,11 @@ class ServeConfig(EngineSettings):
     )
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
+    @property
+    def model_name(self) -> str:
+        """The name of `model` for clients."""
+        return self.served_model_name or Path(self.model or "").resolve().name
+
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         problems = below_min(
@@ -86,6 +92,8 @@ class ServeConfig(EngineSettings):
             *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_prompts", 1), ("max_body", 1)),
             *(("max_header", 1024), ("drain_seconds", 0), ("engine_timeout", 1)),
         )
+        if self.model_name in self.adapters:
+            problems.append(f"adapters: {self.model_name!r} is the name of model= (served_model_name)")
         if self.port > MAX_PORT:
             problems.append(f"port={self.port} must be <= {MAX_PORT}")
         wrong = [origin for origin in self.allowed_origins or () if not ORIGIN.fullmatch(origin)]

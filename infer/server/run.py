@@ -9,7 +9,6 @@ import ipaddress
 import os
 import socket
 import time
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -45,10 +44,9 @@ class FrontEnd(uvicorn.Server):
         self, config: ServeConfig, arguments: EngineArguments, *, api_key: str | None = None
     ) -> None:
         assert config.model is not None
-        model_name = config.served_model_name or Path(config.model).resolve().name
-        metrics = Metrics(model_name)
+        metrics = Metrics(config.model_name)
         client = EngineClient(arguments, metrics, timeout=config.engine_timeout)
-        self.service = Service(config, client, metrics, model_name)
+        self.service = Service(config, client, metrics, config.model_name)
         self.service.num_keys = len(keys_of(api_key))
         super().__init__(
             uvicorn.Config(

@@ -65,6 +65,11 @@ class Service:
         self._tokenizers: tuple[Any, ...] = ()
 
     @property
+    def models(self) -> dict[str, str | None]:
+        """Folders by the names that requests give: of the checkpoint itself, then of its further adapters."""
+        return {self.model_name: self.config.model, **self.config.adapters}
+
+    @property
     def status(self) -> str:
         """`ready`, or why no request can be taken."""
         if self.is_draining:
@@ -198,10 +203,13 @@ class Service:
             raise FieldError("tools", rule)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for another model than the one that is served."""
-        if name is not None and name != self.model_name:
-            rule = f"{name!r} is not served here; the model is {self.model_name!r}"
-            raise FieldError("model", rule, status=404, code="model_not_found")
+        """Raise ApiError 404 for another model than those that are served."""
+        if name is not None and name not in self.models:
+            *others, last = map(repr, self.models)
+            known = f"models are {', '.join(others)} and {last}" if others else f"model is {last}"
+            raise FieldError(
+                "model", f"{name!r} is not served here; the {known}", status=404, code="model_not_found"
+            )
 
     @contextlib.contextmanager
     def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
@@ -217,6 +225,8 @@ class Service:
     ) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
         config, params = self.config, body.params(self.config.sampling)
+        if body.model in config.adapters:
+            params = dataclasses.replace(params, adapter=body.model)
         limits = ("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)
         for field, num, maximum in limits:
             if num > maximum:

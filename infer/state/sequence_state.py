@@ -22,9 +22,13 @@ from idlm.kernels.step_rows import Lanes, Noise, commit
 
 class SequenceState:
     """Known tokens, KV progress, sampling settings and random stream of each lane. `num_known_Z` tokens are
-    final (the pending token included); the KV of the first `num_computed_Z` of them is in the cache."""
+    final (the pending token included); the KV of the first `num_computed_Z` of them is in the cache.
+    `gates_Z` (uint8): 1 plus the number of the adapter that drafts, 0 being the checkpoint's own; None
+    without further `adapters`, their names in order."""
 
-    def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
+    def __init__(
+        self, num_lanes: int, max_length: int, device: torch.device, *, adapters: tuple[str, ...] = ()
+    ) -> None:
         def ints() -> Tensor:
             return torch.zeros(num_lanes, dtype=torch.int64, device=device)
 
@@ -40,6 +44,8 @@ class SequenceState:
         self.temperature_Z, self.top_p_Z = floats(1), floats(1)
         self.min_p_Z, self.tau_Z = floats(0), floats(0)
         self.changes = LogitChanges(num_lanes, max_length + 1, device)
+        self._gates = {name: 1 + number for number, name in enumerate((None, *adapters))}
+        self.gates_Z = torch.ones(num_lanes, dtype=torch.uint8, device=device) if adapters else None
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Put requests on their lanes, of which it overwrites every field."""
@@ -61,6 +67,8 @@ class SequenceState:
             (self.min_p_Z, [request.params.min_p for request in requests]),
             (self.tau_Z, [request.params.tau for request in requests]),
         )
+        if self.gates_Z is not None:
+            set_lanes(lanes_B, (self.gates_Z, [self._gates[request.params.adapter] for request in requests]))
         self.changes.admit(requests)
 
     def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:

@@ -131,12 +131,17 @@ def test_four_ranks(tmp_path: Path) -> None:
 def test_an_adapter_is_divided_like_its_base(
     pair: TensorParallelGroup, foreseeing: Path, tmp_path: Path
 ) -> None:
-    adapter = write_adapter(tmp_path / "adapter", foreseeing, mask_token_id=MASK_ID, stride=4, size=0.12)
+    """And so is a further one, which one of the requests has."""
+    shape: dict[str, Any] = {"mask_token_id": MASK_ID, "stride": 4}
+    adapter = write_adapter(tmp_path / "adapter", foreseeing, size=0.12, **shape)
+    other = write_adapter(tmp_path / "other", foreseeing, size=0.3, rank=5, seed=1, **shape)
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
     base = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16))
     one = build_engine(adapter, "isd", stride=4).generate(prompts, greedy(max_tokens=16))
-    engine = group_engine(pair, adapter, "isd", stride=4)
-    found = engine.generate(prompts, greedy(max_tokens=16))
+    one[2:] = build_engine(other, "isd", stride=4).generate(prompts[2:], greedy(max_tokens=16))
+    engine = group_engine(pair, adapter, "isd", stride=4, adapters={"other": str(other)})
+    params = [greedy(max_tokens=16, adapter=name) for name in (None, None, "other")]
+    found = engine.generate(prompts, params)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in base]
     assert [answer.accepted_by_position for answer in found] == [a.accepted_by_position for a in one]
     assert 0.1 < acceptance_of(found) < 0.95

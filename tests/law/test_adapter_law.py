@@ -46,9 +46,25 @@ def test_an_adapter_leaves_the_law_of_the_base(
     law_toy: Path, adapter: Path, stride: int, strategy: str, num_draws: int
 ) -> None:
     """A mean relative shift of 19 % shows in 5,000 draws (probability 0.99 at `LEVEL`). Clean rows
-    are those of the base bit for bit (tests/contracts/test_gated_engine.py)."""
+    are those of the base bit for bit (tests/contracts/adapters/test_gated_engine.py)."""
     engine = build_engine(adapter, "isd", stride=stride, rejection_strategy=strategy)
     sampled = sample(engine, SETTINGS, num_draws)
+    found = fits(law_toy, sampled)
+    assert not misfits(found, LEVEL), found
+    assert 0.2 < sampled.acceptance < 0.95, sampled.acceptance
+
+
+@pytest.mark.sweep_but("tree")
+@pytest.mark.parametrize("strategy", ["tree", "branch", "alternate"])
+def test_requests_of_two_adapters_in_one_batch_have_the_law_of_the_base(
+    law_toy: Path, adapter: Path, tmp_path: Path, strategy: str
+) -> None:
+    """Each draft is tested by the q that its own adapter gave it."""
+    shape = {"mask_token_id": MASK_ID, "stride": NUM_TOKENS, "seed": 1, "rank": 5}
+    other = write_adapter(tmp_path / "other", law_toy, size=0.9, **shape)
+    engine = build_engine(adapter, "isd", stride=3, rejection_strategy=strategy, adapters={"b": str(other)})
+    settings = (SETTINGS[0], (PROMPT, replace(SETTINGS[1][1], adapter="b")))
+    sampled = sample(engine, settings, 5_000)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
     assert 0.2 < sampled.acceptance < 0.95, sampled.acceptance

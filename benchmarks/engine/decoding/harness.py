@@ -45,29 +45,30 @@ SAMPLING = {
 }
 
 
-@functools.lru_cache(maxsize=1)
-def _low_ranks(trunk: DenseTrunk, rank: int) -> list[torch.nn.ModuleDict]:
+@functools.lru_cache(maxsize=2)
+def _low_ranks(trunk: DenseTrunk, rank: int, num_adapters: int) -> list[torch.nn.ModuleDict]:
     """Random A and B of all projections, by layer. Graphs of several engines read the same ones."""
     found = []
     for layer in trunk.layers:
         assert isinstance(layer, DenseLayer)
         made = torch.nn.ModuleDict()
         for name, (_, sizes, weight, bias) in layer.projections(TensorNames()).items():
-            made[name] = low = LowRank(sizes, weight, bias, rank=rank, scaling=2.0)
-            for matrix in (*low.a, *low.b):
+            made[name] = low = LowRank(sizes, weight, bias, rank=rank, scalings=(2.0,) * num_adapters)
+            for matrix in (pair for number in range(num_adapters) for pair in low.matrices(number, rank)):
                 matrix.normal_(std=matrix.shape[-1] ** -0.5 / 4)
         found.append(made)
     return found
 
 
 @contextlib.contextmanager
-def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
-    """Put a gated LoRA with random A and B on all projections of the model inside this context."""
-    low_ranks = _low_ranks(model.trunk, rank) if rank else [None] * len(model.trunk.layers)
-    for layer, low_rank in zip(model.trunk.layers, low_ranks, strict=True):
+def adapted(model: LoadedModel, rank: int, num_adapters: int = 1) -> Iterator[None]:
+    """Put gated LoRAs with random A and B on all projections of the model inside this context."""
+    trunk = model.trunk
+    low_ranks = _low_ranks(trunk, rank, num_adapters) if rank else [None] * len(trunk.layers)
+    for layer, low_rank in zip(trunk.layers, low_ranks, strict=True):
         assert isinstance(layer, DenseLayer)
         layer.lora = low_rank
-    model.trunk.is_adapted = rank > 0
+    trunk.is_adapted = rank > 0
     try:
         yield
     finally:
@@ -79,7 +80,7 @@ def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """One way to decode; `graphs`, `num_inflight_steps`, `deterministic` and `warmup` are engine settings.
-    `adapter`: the rank of a gated adapter, 0 for none."""
+    `adapter`: the rank of a gated adapter, 0 for none; requests take `num_adapters` of them in turn."""
 
     name: str
     decoder: str = "isd"
@@ -87,6 +88,7 @@ class Arm:
     stride: int = 4
     adaptive: bool = False
     adapter: int = 0
+    num_adapters: int = 1
     graphs: bool = True
     num_inflight_steps: int = NUM_INFLIGHT_STEPS
     deterministic: bool = False
@@ -104,6 +106,10 @@ class Arm:
     @property
     def shown_strategy(self) -> str:
         return "adaptive" if self.adaptive else self.strategy
+
+    def further_adapters(self) -> list[str]:
+        """Names of adapters besides the first."""
+        return [str(number) for number in range(1, self.num_adapters)]
 
     def decoder_options(self) -> dict[str, Any]:
         if self.decoder == "ar":
@@ -231,8 +237,10 @@ class SteadyEngine:
         if self.arm.penalised:
             params = replace(params, **PENALTIES)
         kv_policy = self.engine.decoder.kv_policy
+        names = [None, *self.arm.further_adapters()]
         for number, prompt in enumerate(self._prompts):
-            self.engine.add_request(name := f"{self._num_rounds}-{number}", prompt, params)
+            own = replace(params, adapter=names[number % len(names)])
+            self.engine.add_request(name := f"{self._num_rounds}-{number}", prompt, own)
             num_computed = kv_policy.num_computable(len(prompt)) - kv_policy.num_lookahead_tokens
             self.engine._active[name][0].num_computed = num_computed
         self._num_rounds += 1
@@ -267,7 +275,8 @@ class SteadyEngine:
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
         """Changes of an arm while its engine is built and runs: graphs keep what they were captured with."""
-        with adapted(self._model, self.arm.adapter) if self.arm.adapter else contextlib.nullcontext():
+        rank, num_adapters = self.arm.adapter, self.arm.num_adapters
+        with adapted(self._model, rank, num_adapters) if rank else contextlib.nullcontext():
             yield
 
 
@@ -294,6 +303,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineP
         deterministic=arm.deterministic,
         warmup=arm.warmup,
         attention="triton" if captures else "auto",
+        adapters=dict.fromkeys(arm.further_adapters(), ""),
     )
     return parts if arm.warmup == "off" else replace(parts, warm_up=warm_up(parts))
 

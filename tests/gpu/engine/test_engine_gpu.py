@@ -23,6 +23,7 @@ from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 from tests.adapters import add_selector, write_adapter
 from tests.contracts import engines
+from tests.contracts.adapters.test_several_adapters import drafts_of
 from tests.contracts.engines import answers_and_margins
 from tests.law.harness import NEUTRAL, PROMPT, VOCAB, build_engine, fits, misfits, sample, write_law_toy
 from tests.toy import load_model, write_toy_checkpoint
@@ -145,6 +146,34 @@ def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, l
         for event in engine.step():
             tokens[event.request_id] += event.token_ids
     return tokens
+
+
+def test_another_mix_of_adapters_runs_in_the_same_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are those of each adapter alone, whichever requests had which when a graph was captured."""
+    monkeypatch.setitem(engines.DEVICE, "device", "cuda")
+    base = write_toy_checkpoint(tmp_path / "base")
+    shape: dict[str, Any] = {"mask_token_id": 10_000, "stride": 4, "has_mask_row": True}
+    ranks: dict[str | None, int] = {None: 16, "small": 5, "wide": 40}
+    folders = {
+        name: write_adapter(tmp_path / str(name), base, rank=rank, seed=rank, **shape)
+        for name, rank in ranks.items()
+    }
+    options: dict[str, Any] = {"graphs": "on", "num_inflight_steps": 0}
+    options |= {"max_num_batched_tokens": 64}
+    prompts, own = engines.prompts_of([3, 9, 5, 12, 1, 7]), engines.greedy(max_tokens=24)
+    alone = {
+        name: drafts_of(engines.build_engine(folder, "isd", **options), prompts, [own] * len(prompts))
+        for name, folder in folders.items()
+    }
+    further = {name: str(folder) for name, folder in folders.items() if name is not None}
+    engine = engines.build_engine(folders[None], "isd", adapters=further, **options)
+    for shift in range(3):
+        names = [[*ranks][(number + shift) % 3] for number in range(len(prompts))]
+        found = drafts_of(engine, prompts, [replace(own, adapter=name) for name in names])
+        assert found == [alone[name][number] for number, name in enumerate(names)]
+    assert engine.metrics()["graphs_captured_in_traffic"] > 0
 
 
 def test_eight_bits_keep_the_task(converted: Path) -> None:

@@ -16,8 +16,8 @@ TINY = "model=tiny device=cpu dtype=float32 "
 RUNS = {
     "engine.decode": (
         TINY + "loads=2x24 tokens=12 least=12 arms=cold/4,adaptive/4 parts=sweep,deterministic "
-        "penalties=true",
-        {"step_ms", "isd_over_ar", "adapter_over_plain_step", "tokens_per_forward"}
+        "penalties=true several=2",
+        {"step_ms", "isd_over_ar", "adapter_over_plain_step", "adapters_over_one", "tokens_per_forward"}
         | {"deterministic_over_plain_step", "penalties_over_plain_step"},
     ),
     "engine.block": (
