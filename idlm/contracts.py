@@ -8,6 +8,7 @@ import json
 import re
 import reprlib
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -247,12 +248,17 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _by_token(biases: Any) -> Any:
-    """Biases by token id, which JSON writes as text."""
+    """Biases by token id, which JSON writes as text. UserError IDLM-0401 for a token under two keys."""
     if not isinstance(biases, Mapping):
         return biases
     keys = [plain_value(key) for key in biases]
     ids = [int(key) if isinstance(key, str) and DECIMAL.fullmatch(key) else key for key in keys]
-    return dict(zip(ids, map(plain_value, biases.values()), strict=True))
+    merged = dict(zip(ids, map(plain_value, biases.values()), strict=True))
+    if len(merged) < len(ids):
+        [(token, num)] = Counter(ids).most_common(1)
+        what = f"logit_bias has {num} values for token {token}"
+        raise UserError("IDLM-0401", what, fix="give each token id once, without leading zeros")
+    return merged
 
 
 def plain_value(value: Any) -> Any:

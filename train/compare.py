@@ -78,14 +78,15 @@ def main() -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """Run the command; returns the exit status. UserError IDLM-0555 without the metrics of any run."""
+    """Run the command; returns the exit status. UserError IDLM-0555 without runs, or with what is none."""
     if command.has_help_flag(arguments):
         return HELP.print(arguments)
     names = [one for one in arguments if Path(one).is_dir() or not ("=" in one or one.startswith("-"))]
     config = compose("report", CompareConfig, [one for one in arguments if one not in names])
     runs = [read_run(name) for name in dict.fromkeys(names)]
-    if not any(run.metrics for run in runs):
-        what = f"no run/metrics.jsonl in {', '.join(names)}" if names else "no run is given"
+    strange = [run.name for run in runs if not (run.metrics or run.figures)]
+    if strange or not runs:
+        what = f"no run/metrics.jsonl in {', '.join(strange)}" if strange else "no run is given"
         raise UserError("IDLM-0555", what, fix="give output_dir of runs of idlm-train: idlm report RUN ...")
     cells = {run.name: run.cells() for run in runs}
     header = ("run", *cells[runs[0].name])

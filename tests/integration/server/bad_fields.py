@@ -35,6 +35,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1000000": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"three": 1}}, "logit_bias.three"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": [3]}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"05": 1, "5": 2}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     (COMPLETIONS, {"prompt": "a", "no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
     (

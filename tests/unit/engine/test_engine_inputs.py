@@ -144,6 +144,8 @@ def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
     options["threshold"] = 0.6
     assert params.decoder_options == {"threshold": 0.5}
     assert hash(params) == hash(SamplingParams(decoder_options={"threshold": 0.5}))
+    error = _refusal(SamplingParams, logit_bias={"05": 1, 5: 2, "five": 1})
+    assert error.message == "logit_bias has 2 values for token 5"
     assert SamplingParams(logit_bias={"5": 1, 7: -100.0}).logit_bias == {5: 1, 7: -100.0}  # type: ignore[dict-item]
     assert SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3).changes
     assert not SamplingParams(logit_bias={}, repetition_penalty=1, presence_penalty=0).changes

@@ -76,24 +76,35 @@ def test_runs_are_compared_and_what_they_lack_is_named(
     measured = (report.Measurement(decoder="isd", tokens_per_forward=2.125), report.Measurement(decoder="ar"))
     samples = report.SampleReport(measurements=measured, conversion=Conversion())
     report.write_report(whole, report.read_metrics(whole / "run" / "metrics.jsonl"), {}, samples)
-    assert compare(["whole", "young", "a=b", "gone", "whole"]) == 0
+    assert compare(["whole", "young", "a=b", "whole"]) == 0
     shown = capsys.readouterr().out
     rows = table_of(shown)
-    assert list(rows) == ["whole", "young", "a=b", "gone"]
+    assert list(rows) == ["whole", "young", "a=b"]
     assert list(rows["whole"].values())[1:] == [
         "1,000", "mask 0.001", "mask 0.250", "0.750 0.500", "1.69", "isd 2.12", "0.0125", "60 s",
     ]  # fmt: skip
     assert rows["young"]["acceptance by position"] == "0.800 0.500"
     assert "- young lacks: held-out loss, measured, clean KL\n" in shown
     assert "- a=b lacks: held-out loss, acceptance by position, expected tokens per forward," in shown
-    assert set(rows["gone"].values()) == {"gone", "-"} and "- gone lacks: steps, loss" in shown
     assert "- whole" not in shown
     page = (tmp_path / "comparison.html").read_text()
     figures = [base64.b64decode(text).decode() for text in re.findall(r"base64,([^\"]+)", page)]
-    assert len(figures) == 3 and "gone lacks" in page
+    assert len(figures) == 3 and "young lacks" in page
     for name in ("whole mask", "young mask", "a=b mask"):
         assert f"<!-- {name} -->" in figures[0]
     assert "<!-- young draft 2 -->" in figures[1] and "<!-- a=b" not in figures[1]
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, report_alone = write_run(tmp_path / "run"), tmp_path / "old"
+    (report_alone / "report").mkdir(parents=True)
+    (report_alone / "report" / "figures.json").write_text('{"clean": {"kl": 0.5}}')
+    assert compare([str(run), str(report_alone), "output=null"]) == 0
+    assert table_of(capsys.readouterr().out)[str(report_alone)]["clean KL"] == "0.5000"
+    empty, gone = tmp_path / "empty", tmp_path / "gone"
+    empty.mkdir()
+    with pytest.raises(UserError, match=f"IDLM-0555: no run/metrics.jsonl in {empty}, {gone}\n"):
+        compare([str(run), str(empty), str(report_alone), str(gone)])
 
 
 def test_without_a_run_nothing_is_compared(tmp_path: Path) -> None:
