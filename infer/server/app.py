@@ -7,9 +7,9 @@ import contextlib
 import functools
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -24,7 +24,9 @@ from idlm.infer.server.guard import Guard, TimedProtocol
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.page import add_page
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
+from idlm.infer.server.protocol.responses import ResponseRequest, renamed
+from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply
+from idlm.infer.server.replies.responses import ResponseReply
 from idlm.infer.server.service import Service
 
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -42,7 +44,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
         guarded,
         allow_origins=config.allowed_origins or (),
         allow_origin_regex=LOCAL_ORIGIN if config.allowed_origins is None else None,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("retry-after", "warning"),
     )
@@ -56,6 +58,7 @@ def routes(service: Service) -> FastAPI:
     if service.config.page:
         add_page(app)
     _add_generation(app, service)
+    _add_responses(app, service)
     _add_descriptions(app, service)
     return app
 
@@ -75,6 +78,51 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             generation = await service.complete(body, request.state.client)
         reply = CompletionReply(body, generation, body.model or service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/responses")
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        store = service.stored(request.state.client)
+        if body.previous_response_id is not None:
+            previous = store.get(body.previous_response_id, param="previous_response_id", status=400)
+            body.recall(previous.conversation())
+        try:
+            async with connected(request):
+                chat = body.chat()
+                generation = await service.chat(chat, request.state.client)
+        except ApiError as error:
+            raise renamed(error) from error
+        parser = functools.partial(service.answer_parser, chat, generation.prompts[0])
+        names = service.model_name, service.token_texts
+        reply = ResponseReply(body, chat, generation, *names, parser, store)
+        return await _respond(request, reply, generation, streams=bool(body.stream))
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(response_id: str, request: Request, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise FieldError("stream", "a stored response comes whole; leave out stream")
+        stored = service.stored(request.state.client).get(response_id)
+        return Response(stored.response, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget(response_id: str, request: Request) -> Response:
+        """Forget a stored response."""
+        service.stored(request.state.client).delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The conversation that a stored response answers, without instructions."""
+        stored = service.stored(request.state.client).get(response_id)
+        return json_response(stored.page(after=after, limit=limit, is_reversed=order == "desc"))
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:

@@ -70,6 +70,7 @@ class ServeConfig(EngineSettings):
     max_n: int = option("largest n of a request", 16)
     max_prompts: int = option("prompts of a request to /v1/completions", 64)
     max_body: int = option("bytes of a request's body", 4 << 20)
+    max_stored: int = option("bytes of responses that are stored in memory; 0 stores none", 64 << 20)
     max_header: int = option("bytes of a request's line and headers", 16 << 10)
     log_requests: bool = option("print a line for each request: client, route, status, seconds", False)
     drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
@@ -90,7 +91,7 @@ class ServeConfig(EngineSettings):
         problems = below_min(
             self,
             *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_prompts", 1), ("max_body", 1)),
-            *(("max_header", 1024), ("drain_seconds", 0), ("engine_timeout", 1)),
+            *(("max_header", 1024), ("max_stored", 0), ("drain_seconds", 0), ("engine_timeout", 1)),
         )
         if self.model_name in self.adapters:
             problems.append(f"adapters: {self.model_name!r} is the name of model= (served_model_name)")

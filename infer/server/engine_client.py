@@ -97,7 +97,7 @@ class EngineClient:
         UserError for a refusal, ApiError 503."""
         number = next(self._numbers)
         request_ids = [f"{number}-{index}" for index in range(len(prompts))]
-        generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
+        generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params)
         generation.turn = turn._replace(call=str(number))
         self._open |= dict.fromkeys(request_ids, generation)
         try:
@@ -255,12 +255,12 @@ class Generation:
     """The prompts of one HTTP request in the engine, with `n` samples each; iterating yields events."""
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], num_samples: int
+        self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], params: SamplingParams
     ) -> None:
         self._client, self._metrics, self.turn = client, metrics, ANONYMOUS
-        self.prompts, self.num_samples = list(prompts.values()), num_samples
+        self.prompts, self.params, self.num_samples = list(prompts.values()), params, params.n
         self._positions = {request_id: index for index, request_id in enumerate(prompts)}
-        self.left = dict.fromkeys(prompts, num_samples)
+        self.left = dict.fromkeys(prompts, params.n)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
         self._unread: dict[int, AnswerEvent] = {}
         # Not set only while the reader waits, so that nothing is unread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,11 +92,16 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first error that pydantic found in a body; of alternatives, that of the one which fails deepest."""
     if errors[0]["type"] == "json_invalid":
         return FieldError("body", f"not valid JSON ({errors[0]['ctx']['error']})")
-    paths = [[str(part) for part in error["loc"] if part != "body"] for error in errors]
+    paths = [[str(part) for part in error["loc"] if part not in ("body", "query")] for error in errors]
     fields = [[part for part in path if not UNION_TAGS.fullmatch(part)] for path in paths]
     same = [number for number, field in enumerate(fields) if field[:1] == fields[0][:1]]
-    # An alternative of another type fails as deep as one whose rule is broken.
-    chosen = max(same, key=lambda at: (len(fields[at]), not errors[at]["type"].endswith("_type")))
+    kinds = [error["type"] for error in errors]
+    # An alternative of another type fails as deep as one whose rule is broken. A wrong name is the clearest.
+    chosen = max(
+        same, key=lambda at: (len(fields[at]), kinds[at] == "literal_error", not kinds[at].endswith("_type"))
+    )
     param = ".".join(fields[chosen]) or "body"
     message = errors[chosen]["msg"] if fields[0] else "give a JSON object, with content-type application/json"
+    if kinds[chosen] == "literal_error":
+        message += f", not {reprlib.repr(errors[chosen]['input'])}"
     return FieldError(param, message)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.structured.schemas import json_rule, literal
 from idlm.text.thoughts import CLOSE, ThoughtReader, num_open
 
@@ -25,14 +26,37 @@ class ParsedPart(NamedTuple):
 
 
 class AnswerParser:
-    """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls."""
+    """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls.
+    `text_of`: the text of a token."""
 
-    def __init__(self, *, thinks: bool = False, is_open: bool = False, calls: bool = False) -> None:
-        self.thinks = thinks
-        self._reader = ThoughtReader(is_open=is_open)
+    def __init__(
+        self,
+        *,
+        thinks: bool = False,
+        is_open: bool = False,
+        calls: bool = False,
+        text_of: Callable[[int], str] = str,
+    ) -> None:
+        self.thinks, self._text_of = thinks, text_of
+        self._reader, self._has_thought = ThoughtReader(is_open=is_open), is_open
+        self._num_tokens, self._tail = 0, ""
         self._breaks, self._is_blank = "", True
         """Line breaks that end the reasoning so far, and whether it has nothing else."""
         self._calls = HermesParser() if calls else None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the tag that ends the reasoning; 0 without any."""
+        return self._num_tokens if self._has_thought else 0
+
+    def read(self, event: AnswerEvent) -> list[ParsedPart]:
+        """The pieces that an event of the answer makes certain; its tokens are counted."""
+        for token_id in event.token_ids if self.thinks else ():
+            if CLOSE in self._tail:
+                break
+            self._num_tokens += 1
+            self._tail = self._tail[-len(CLOSE) :] + self._text_of(token_id)
+        return self.push(event.text, is_last=event.figures is not None)
 
     def push(self, text: str, *, is_last: bool) -> list[ParsedPart]:
         """The pieces that more text makes certain; all if it is the last."""
@@ -49,6 +73,7 @@ class AnswerParser:
         """Reasoning and content. Line breaks between tags and text belong to neither."""
         pieces = list[ParsedPart]()
         for kind, part in self._reader.push(text, is_last=is_last):
+            self._has_thought |= kind == "open"
             if kind == "answer":
                 pieces.append(ParsedPart("content", part))
             elif kind == "thought":

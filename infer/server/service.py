@@ -26,7 +26,8 @@ from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies import TokenTexts
+from idlm.infer.server.replies.choices import TokenTexts
+from idlm.infer.server.replies.stored import ResponseStore
 from idlm.infer.server.templates import TemplateProcesses
 from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
@@ -36,7 +37,7 @@ from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
 QUEUE_FACTOR = 16
 LIMITS = (
-    *("max_n", "max_prompts", "max_waiting", "max_body", "max_header"),
+    *("max_n", "max_prompts", "max_waiting", "max_body", "max_header", "max_stored"),
     *("drain_seconds", "engine_timeout"),
 )
 DRAIN_POLL_SECONDS = 0.05
@@ -55,7 +56,7 @@ class Service:
         self.token_texts, self.num_keys = TokenTexts(None), 0
         self.start_time, self.is_draining, self._has_tokenizer = int(time.time()), False, False
         self._encoding, self._slow = Counter[str](), dict[str, float]()
-        self._known_losses = dict[int, list[str]]()
+        self._known_losses, self._stores = dict[int, list[str]](), dict[str, ResponseStore]()
         # Of one client, one short text and one long text at a time are encoded.
         self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
         self._templates: TemplateProcesses | None = None
@@ -122,6 +123,11 @@ class Service:
         if self._templates is not None:
             self._templates.close()
 
+    def stored(self, client: str) -> ResponseStore:
+        """The responses of a client's key; without keys all clients have the same ones."""
+        owner, share = client if self.num_keys else "", self.config.max_stored // max(1, self.num_keys)
+        return self._stores.setdefault(owner, ResponseStore(share))
+
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
         body.check()
         with self._checked(body, "messages"):
@@ -185,6 +191,7 @@ class Service:
             thinks=thinks,
             is_open=thinks and is_opened(self.tokenizer, prompt_ids),
             calls=bool(body.callable_tools),
+            text_of=self.token_texts.text,
         )
 
     def _thinks(self, body: ChatRequest) -> bool:

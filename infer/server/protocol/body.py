@@ -19,9 +19,9 @@ Unicode = Annotated[str, Field(min_length=0)]
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "prediction"),
+        *("prompt_cache_retention", "prompt_cache_options", "request_id", "prediction"),
         # Of messages, their parts and their calls: what other servers and clients store there.
-        *("annotations", "cache_control", "provider_specific_fields", "index"),
+        *("annotations", "cache_control", "provider_specific_fields", "index", "phase"),
     )
 )
 """Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
@@ -54,6 +54,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "detokenize": (True,),
+    # Of the Responses API.
+    "background": (False,),
+    "truncation": ("disabled",),
+    **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
+    "context_management": ([],),
+    "summary": ("auto", "detailed"),
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
 }
 """Fields that are not supported, and their values that have no effect."""
 Choices = Annotated[list[Text], Field(min_length=1)]
@@ -103,11 +111,11 @@ def _parts(value: Any) -> Collection[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class NamedSchema(_Part):
+class NamedSchema(Part):
     """OpenAI's wrapper of a schema, which always applies, `strict` or not."""
 
     name: str | None = None
@@ -116,12 +124,12 @@ class NamedSchema(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Choices | None = None

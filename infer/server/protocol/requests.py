@@ -5,8 +5,9 @@ unless its value changes nothing."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -204,18 +205,24 @@ class SamplingFields(ConstraintFields):
 class TextPart(Body):
     """A part of a message. Models here read text alone, and the server fetches nothing."""
 
+    TYPES: ClassVar[tuple[str, ...]] = ("text",)
     type: Unicode
     text: Unicode | None = None
 
     def check(self, location: str = "") -> None:
         """Also a part that is no text, whose fields are unknown here."""
-        if self.type != "text":
+        if self.type not in self.TYPES:
             what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
             rule = f"{what} are not supported; the model reads text"
             raise FieldError(f"{location}type", rule, code="unsupported_parameter")
         if self.text is None:
             raise FieldError(f"{location}text", "Field required")
         super().check(location)
+
+
+def joined_text(content: str | Sequence[TextPart] | None) -> str:
+    """The text of a message; nothing separates its parts."""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 
 
 class ChatMessage(Body):
@@ -235,9 +242,7 @@ class ChatMessage(Body):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def plain(self, location: str) -> dict[str, Any]:
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
-        message = {"role": self.role, "content": text}
+        message = {"role": self.role, "content": joined_text(self.content)}
         named = {"name": self.name, "reasoning_content": self.thought, "tool_call_id": self.tool_call_id}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())

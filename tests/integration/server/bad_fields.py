@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+VALID = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETIONS: {"prompt": "Hi"},
+    RESPONSES: {"input": "Hi"},
+}
+FLAT = {"name": "f", "call_id": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
@@ -97,4 +102,36 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "guided_choice": [""]}, "guided_choice.0"),
     (COMPLETIONS, {"prompt": "a", "guided_regex": "1", "guided_choice": ["1"]}, "guided_choice"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regexp": "1"}}, "structured_outputs.regexp"),
+    *(
+        (RESPONSES, {"input": "a", **wrong}, param)
+        for wrong, param in (
+            ({"input": []}, "input"),
+            ({"input": [{"role": "user", "content": "\ud800"}]}, "input.0.content"),
+            ({"input": [{"role": "user"}]}, "input.0.content"),
+            ({"input": [{"type": "web_search_call", "id": "a"}]}, "input.0.type"),
+            ({"input": [{"type": "message", "role": "user", "content": "a", "name": "b"}]}, "input.0.name"),
+            ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments"),
+            ({"input": [{"type": "function_call", **FLAT, "arguments": "{"}]}, "input.0.arguments"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"max_tokens": 5}, "max_tokens"),
+            ({"n": 2}, "n"),
+            ({"background": True}, "background"),
+            ({"conversation": "conv_1"}, "conversation"),
+            ({"truncation": "auto"}, "truncation"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"include": ["file_search_call.results"]}, "include.0"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+            ({"metadata": {"a": 1}}, "metadata.a"),
+            ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+            ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+            ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+            ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools.1.name"),
+            ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+            ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+            ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        )
+    ),
 ]

@@ -305,7 +305,7 @@ def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -
         messages.feed(ours.recv(1000))
     [answer] = messages
     assert (answer["type"], answer["message"]) == ("refused", "")
-    generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+    generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, SamplingParams())  # type: ignore[arg-type]
     generation.put_answer(answer)
     with pytest.raises(ApiError) as refusal:
         asyncio.run(generation.wait_until_added())
@@ -317,7 +317,7 @@ def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> 
     figures = SampleCounts("error", 1, 1, 0, 1, [], [], "exact")
 
     async def read() -> list[int]:
-        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, SamplingParams())  # type: ignore[arg-type]
         generation.put(AnswerEvent("0-0", 0, [5], "a", [], None, None, []))
         generation.put(AnswerEvent("0-0", 0, [], "", [], figures, (code, "what", "fix"), []))
         found = []

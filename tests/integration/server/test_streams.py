@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from idlm.contracts import SamplingParams
 from idlm.infer.server.app import EventStream, connected
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.guard import TimedProtocol
@@ -25,7 +26,7 @@ from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies import ChatReply, CompletionReply, Reply, TokenTexts
+from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply, TokenTexts
 from tests.integration.server.servers import PROMPT, Running, running
 
 pytestmark = pytest.mark.sweep
@@ -57,7 +58,7 @@ def server() -> Iterator[Running]:
 
 
 def new_generation() -> Generation:
-    return Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+    return Generation(StubClient(), Metrics("x"), {"0-0": [1]}, SamplingParams())  # type: ignore[arg-type]
 
 
 def new_reply(kind: str, generation: Generation, **fields: Any) -> Reply:

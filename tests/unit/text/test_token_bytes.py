@@ -12,7 +12,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
+from idlm.infer.server.replies.choices import ChatReply, CompletionReply, TokenTexts
 from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
 from idlm.text.tokenizer import encode_messages, encode_text, load_tokenizer, special_token_ids

@@ -85,6 +85,7 @@ class Reply(ABC):
         self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
         self._num_tokens: dict[int, int] = {}
         self._figures: dict[int, SampleCounts] = {}
+        self._parsers: dict[int, AnswerParser] = {}
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
         """By prompt; its first sample brings them."""
 
@@ -97,20 +98,37 @@ class Reply(ABC):
                 done[index] = joined(done[index], event) if index in done else event
         except ApiError as error:
             raise self._named(error) from error
-        choices = [self.choice(index, done[index]) for index in sorted(done)]
-        own = {"object": self.whole, "choices": choices, "usage": self.usage()}
-        return {**self._head, **own, **self._extras(), "exactness": self._figures[0].exactness}
+        return self.answer({index: done[index] for index in sorted(done)})
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is requested. An error ends it."""
         try:
+            yield self.head()
             async for index, event in self._generation:
                 yield self.chunks(index, event)
         except ApiError as error:
-            yield b"data: " + dump(self._named(error).body()) + b"\n\n"
+            yield self.failure(self._named(error))
             return
+        yield self.tail()
+
+    def answer(self, done: Mapping[int, AnswerEvent]) -> dict[str, Any]:
+        """The whole answer of events that have all of their sample."""
+        choices = [self.choice(index, event) for index, event in done.items()]
+        own = {"object": self.whole, "choices": choices, "usage": self.usage()}
+        return {**self._head, **own, **self._extras(), "exactness": self._figures[0].exactness}
+
+    def head(self) -> bytes:
+        """How a stream begins."""
+        return b""
+
+    def tail(self) -> bytes:
+        """How a stream ends."""
         usage = self._chunk([], usage=self.usage()) if self._has_final_usage else b""
-        yield usage + b"data: [DONE]\n\n"
+        return usage + b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """How a stream ends that fails."""
+        return b"data: " + dump(error.body()) + b"\n\n"
 
     def chunks(self, index: int, event: AnswerEvent) -> bytes:
         """The next part of a stream; empty if the event has no part yet."""
@@ -136,6 +154,7 @@ class Reply(ABC):
             "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": {"cached_tokens": num_cached},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(one.num_reasoning_tokens for one in self._parsers.values()),
                 "accepted_prediction_tokens": num_accepted,
                 "rejected_prediction_tokens": num_tested - num_accepted,
             },
@@ -219,7 +238,7 @@ class ChatReply(Reply):
 
     def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         parser = self._parsers[index]
-        pieces = parser.push(event.text, is_last=True)
+        pieces = parser.read(event)
         content = "".join(piece.text for piece in pieces if piece.kind == "content")
         reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         calls = [self._call(index, piece) for piece in pieces if piece.kind == "call"]
@@ -232,7 +251,7 @@ class ChatReply(Reply):
         return {"index": index, "message": message, **self._rest(index, event)}
 
     def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
-        pieces = self._parsers[index].push(event.text, is_last=event.figures is not None)
+        pieces = self._parsers[index].read(event)
         deltas = [delta for piece in pieces for delta in self._deltas_of(index, piece)]
         if not deltas and (is_first or self._has_news(event)):
             deltas = [{"content": ""}]

@@ -1,0 +1,259 @@
+"""Bodies of requests for responses (OpenAI's Responses API), which are translated to chats. Items of `input`
+are messages, or parts of one: reasoning, text and calls of an answer are items of their own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import Field, PrivateAttr, TypeAdapter
+
+from idlm.contracts import SamplingParams
+from idlm.infer.server.errors import ApiError, FieldError
+from idlm.infer.server.protocol.body import Body, NamedSchema, ResponseFormat, Text, Unicode
+from idlm.infer.server.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    Count,
+    Function,
+    NamedFunction,
+    NamedTool,
+    NumLogprobs,
+    SamplingFields,
+    TemplateOptions,
+    TextPart,
+    Tool,
+    ToolCall,
+    joined_text,
+)
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""What OpenAI leaves out unless it is wanted. Reasoning is not encrypted here, so the second adds nothing."""
+LOGPROBS = get_args(Include)[0]
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format.schema",
+}
+"""Fields of a chat that have another name here."""
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+class ItemPart(TextPart):
+    """A part of an item; `logprobs` come with answers that a client sends back."""
+
+    TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+    logprobs: Any = None
+
+
+class Item(Body):
+    """A part of a conversation; messages need no type. `id` and `status` come with answers."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
+    id: Unicode | None = None
+    status: Unicode | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Unicode | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Unicode | None = None
+    output: Unicode | list[ItemPart] | None = None
+
+    def check(self, location: str = "") -> None:
+        """Also what an item of its type must have, or has not."""
+        super().check(location)
+        kind = self.type or "message"
+        for name in sorted({name for names in FIELDS.values() for name in names}):
+            is_given, is_known = getattr(self, name) is not None, name in FIELDS[kind]
+            if is_given and not is_known:
+                raise FieldError(f"{location}{name}", f"an item of type {kind} has none")
+            if is_known and not is_given and kind != "reasoning":
+                raise FieldError(f"{location}{name}", "Field required")
+        if kind == "function_call":
+            self.call.plain(location.removesuffix("."))
+
+    @property
+    def call(self) -> ToolCall:
+        called = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+        return ToolCall.model_construct(id=self.call_id, function=called)
+
+    def message(self) -> ChatMessage:
+        """The message of a chat, or a part of one."""
+        fields: dict[str, Any] = {"role": self.role or "assistant", "content": joined_text(self.content)}
+        if self.type == "reasoning":
+            thought = fields["content"] or joined_text(self.summary)
+            fields |= {"content": "", "reasoning_content": thought}
+        elif self.type == "function_call":
+            fields["tool_calls"] = [self.call]
+        elif self.type == "function_call_output":
+            fields |= {"role": "tool", "content": joined_text(self.output), "tool_call_id": self.call_id}
+        return ChatMessage.model_construct(**fields)
+
+    def listed(self) -> dict[str, Any]:
+        """The item as it is stored and listed: with an id, and text of messages in parts."""
+        kind, is_answer = self.type or "message", self.role == "assistant"
+        given = self.model_dump(exclude_none=True)
+        item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "completed"} | given
+        if isinstance(self.content, str):
+            item["content"] = [{"type": "output_text" if is_answer else "input_text", "text": self.content}]
+        for part in item["content"] if is_answer else ():
+            part.setdefault("annotations", [])
+        return item
+
+
+FIELDS = {
+    "message": ("role", "content"),
+    "reasoning": ("content", "summary"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""What an item has, by its type; of reasoning one is enough."""
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+STORED = TypeAdapter(list[Item])
+
+
+class FlatTool(Function):
+    """A tool as here; that of a chat has an object for its function."""
+
+    type: Literal["function"]
+
+
+class FlatChoice(NamedFunction):
+    type: Literal["function"]
+
+
+class TextFormat(NamedSchema):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None  # type: ignore[assignment]
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    effort: Unicode | None = None
+
+
+class ResponseRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    n: Literal[1] | None = None
+    max_tokens: None = None
+    response_format: None = None
+    prompt_logprobs: None = None
+    return_token_ids: None = None
+    input: Unicode | Items
+    instructions: Unicode | None = None
+    previous_response_id: Unicode | None = None
+    store: bool | None = None
+    metadata: Annotated[Metadata, Field(max_length=16)] | None = None
+    max_output_tokens: Count | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Include] | None = None
+    top_logprobs: NumLogprobs | None = None
+    stream_options: Body | None = None  # type: ignore[assignment]
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    _context: Sequence[Item] = PrivateAttr(default=())
+
+    def recall(self, items: bytes) -> None:
+        """Let the items of a stored response, as JSON, precede those of `input`."""
+        self._context = STORED.validate_json(items)
+
+    def items(self) -> list[Item]:
+        """All items of the conversation, without instructions."""
+        own = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return [*self._context, *own]
+
+    def chat(self) -> ChatRequest:
+        """The chat that has the same answer. Raises ApiError for a field, as `check` does."""
+        self.check()
+        has_logprobs = LOGPROBS in (self.include or ())
+        form, choice = self.text.format if self.text else None, cast(Any, self.tool_choice)
+        schema = None if form is None or form.schema_ is None else form
+        if self.top_logprobs and not has_logprobs:
+            raise FieldError("top_logprobs", f"needs include=[{LOGPROBS!r}]")
+        if isinstance(choice, FlatChoice):
+            choice = NamedTool(type="function", function=choice)
+        fields: dict[str, Any] = {
+            **{name: getattr(self, name) for name in SHARED},
+            **(self.model_extra or {}),
+            "messages": self._messages(),
+            "n": 1,
+            "max_tokens": self.max_output_tokens,
+            "response_format": form and ResponseFormat.model_construct(type=form.type, json_schema=schema),
+            "stream_options": None,
+            "logprobs": has_logprobs,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "tools": [Tool.model_construct(type="function", function=tool) for tool in self.tools or ()],
+            "tool_choice": choice,
+        }
+        # What is valid here is valid there.
+        return ChatRequest.model_construct(**fields)
+
+    def _messages(self) -> list[ChatMessage]:
+        """Reasoning, text and calls that follow each other are one message of the assistant."""
+        given = [] if self.instructions is None else [Item(role="system", content=self.instructions)]
+        first, *others = [item.message() for item in (*given, *self.items())]
+        messages = [first]
+        for part in others:
+            last = messages[-1]
+            follows = part.tool_calls or not (last.content or last.tool_calls)
+            if last.role == part.role == "assistant" and follows:
+                last.content = joined_text(last.content) + joined_text(part.content)
+                last.reasoning_content = (last.thought or "") + (part.thought or "") or None
+                last.tool_calls = [*(last.tool_calls or ()), *(part.tool_calls or ())] or None
+            else:
+                messages.append(part)
+        return messages
+
+    def described(self, params: SamplingParams) -> dict[str, Any]:
+        """What a response repeats of its request, and the settings that acted."""
+        given = self.model_dump(by_alias=True, exclude_none=True, include={"text", "tool_choice", "tools"})
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": params.max_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "store": self.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_logprobs": params.logprobs,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        }
+
+
+SHARED = ResponseRequest.model_fields.keys() & ChatRequest.model_fields.keys()
+"""Fields that have the same meaning in a chat, or that `chat` sets."""
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error about a field of a chat, about the field of the response."""
+    given = error.param or ""
+    param = NAMES.get(given, given.replace(".function", ""))
+    if param == given:
+        return error
+    rule = error.message.removeprefix(f"{given}: ")
+    return FieldError(param, rule, status=error.status, code=error.code)

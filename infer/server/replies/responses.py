@@ -1,0 +1,178 @@
+"""The answer of /v1/responses, which is that of a chat in another form: an object whose output is a list of
+items (reasoning, text, calls), or the typed events of a stream."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.errors import ApiError, dump
+from idlm.infer.server.messages import AnswerEvent
+from idlm.infer.server.parsers import AnswerParser
+from idlm.infer.server.protocol.requests import ChatRequest
+from idlm.infer.server.protocol.responses import ResponseRequest, new_id, renamed
+from idlm.infer.server.replies.choices import ChatReply, TokenTexts
+from idlm.infer.server.replies.stored import ResponseStore
+
+Event = tuple[str, dict[str, Any]]
+"""Type and fields. They are those of the moment, so that an event is sent before the next one is made."""
+PARTS = {"reasoning_content": "reasoning_text", "content": "output_text"}
+"""Types of the parts that hold what a delta of a chat has under these names."""
+
+
+class ResponseReply(ChatReply):
+    """The response to `body`, which is `chat` as a chat; `store` gets it when it is whole, if it should."""
+
+    def __init__(
+        self,
+        body: ResponseRequest,
+        chat: ChatRequest,
+        generation: Generation,
+        model_name: str,
+        texts: TokenTexts,
+        new_parser: Callable[[], AnswerParser],
+        store: ResponseStore,
+    ) -> None:
+        super().__init__(chat, generation, model_name, texts, new_parser)
+        self._body, self._store, self._numbers = body, store, itertools.count()
+        self._items: list[dict[str, Any]] = []
+        about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
+        empty = {"error": None, "incomplete_details": None, "usage": None, "output": self._items}
+        self._response = {**about, "model": model_name, **body.described(generation.params), **empty}
+        # Of the open text: its name in deltas, its pieces, and its log-probabilities, which are those of all
+        # tokens so far, as in a chat; no event has `_new_scores` yet.
+        self._open, self._pieces = "", list[str]()
+        self._scores, self._new_scores = list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def answer(self, done: Mapping[int, AnswerEvent]) -> dict[str, Any]:
+        for _ in self._events(0, done[0], is_first=True):
+            pass
+        return self._finished()
+
+    def chunks(self, index: int, event: AnswerEvent) -> bytes:
+        is_first = index not in self._num_tokens
+        self._count(index, event)
+        return self._lines(self._events(index, event, is_first=is_first))
+
+    def head(self) -> bytes:
+        begun = {"response": self._response | {"status": "in_progress"}}
+        return self._lines([("created", begun), ("in_progress", begun)])
+
+    def tail(self) -> bytes:
+        response = self._finished()
+        return self._lines([(response["status"], {"response": response})])
+
+    def failure(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        about = renamed(error).body()["error"] | {"code": code, "idlm_code": error.code}
+        return self._lines([("failed", {"response": self._response | {"status": "failed", "error": about}})])
+
+    def usage(self) -> dict[str, Any]:
+        """That of a chat under the names of this interface."""
+        usage = super().usage()
+        for name, tokens in (("input", "prompt_tokens"), ("output", "completion_tokens")):
+            usage[f"{name}_tokens"] = usage.pop(tokens)
+            usage[f"{name}_tokens_details"] = usage.pop(f"{tokens}_details")
+        usage["input_tokens_details"]["cache_write_tokens"] = 0
+        return usage
+
+    def _finished(self) -> dict[str, Any]:
+        status, figures = self._status(), self._figures[0]
+        response = {**self._response, "status": status, "usage": self.usage(), "exactness": figures.exactness}
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        if response["store"]:
+            self._store.put(response, [item.listed() for item in self._body.items()])
+        return response
+
+    def _status(self) -> str:
+        return "incomplete" if self._figures[0].finish_reason == "length" else "completed"
+
+    def _events(self, index: int, event: AnswerEvent, *, is_first: bool) -> Iterator[Event]:
+        """What an emission adds to the output."""
+        if event.logprobs:
+            self._new_scores += self._logprobs(index, event)["content"]
+        for choice in self.deltas(index, event._replace(logprobs=[]), is_first=is_first):
+            for name in PARTS:
+                if text := choice["delta"].get(name):
+                    yield from self._text(name, text)
+            for call in choice["delta"].get("tool_calls", ()):
+                yield from self._called(call)
+        if event.figures is not None:
+            if not self._items or (self._open == "content" and self._new_scores):
+                yield from self._text("content", "")
+            yield from self._close(self._status())
+
+    def _text(self, name: str, text: str) -> Iterator[Event]:
+        """A piece of reasoning or content."""
+        if name != self._open:
+            yield from self._close()
+            self._open, self._pieces, self._scores = name, [], []
+            part: dict[str, Any] = {"type": PARTS[name], "text": ""}
+            item: dict[str, Any] = {"type": "reasoning", "id": new_id("rs"), "summary": []}
+            if name == "content":
+                part |= {"annotations": [], "logprobs": []}
+                item = {"type": "message", "id": new_id("msg"), "role": "assistant"}
+            yield self._begun(item | {"content": []})
+            self._items[-1]["content"].append(part)
+            yield "content_part.added", {**self._where, "content_index": 0, "part": part}
+        self._pieces.append(text)
+        delta: dict[str, Any] = {**self._where, "content_index": 0, "delta": text}
+        if name == "content":
+            delta["logprobs"], self._new_scores = self._new_scores, []
+            self._scores += delta["logprobs"]
+        yield f"{PARTS[name]}.delta", delta
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        """The end of the open text, if there is one."""
+        if not self._open:
+            return
+        [part] = self._items[-1]["content"]
+        where = {**self._where, "content_index": 0}
+        part["text"] = "".join(self._pieces)
+        scores = {"logprobs": self._scores} if self._open == "content" else {}
+        part |= scores
+        yield f"{part['type']}.done", {**where, "text": part["text"], **scores}
+        yield "content_part.done", {**where, "part": part}
+        self._open = ""
+        yield self._done(status)
+
+    def _called(self, call: dict[str, Any]) -> Iterator[Event]:
+        """A part of a call: its name, or its arguments, which come whole."""
+        if "id" in call:
+            yield from self._close()
+            about = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "arguments": ""}
+            yield self._begun(about | {"name": call["function"]["name"]})
+            return
+        item, text = self._items[-1], call["function"]["arguments"]
+        yield "function_call_arguments.delta", {**self._where, "delta": text}
+        item["arguments"] = text
+        yield "function_call_arguments.done", {**self._where, "name": item["name"], "arguments": text}
+        yield self._done("completed")
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _begun(self, item: dict[str, Any]) -> Event:
+        item["status"] = "in_progress"
+        self._items.append(item)
+        return "output_item.added", {"output_index": len(self._items) - 1, "item": item}
+
+    def _done(self, status: str) -> Event:
+        self._items[-1]["status"] = status
+        return "output_item.done", {"output_index": len(self._items) - 1, "item": self._items[-1]}
+
+    def _lines(self, events: Iterable[Event]) -> bytes:
+        """Events as they are sent, with their numbers."""
+        lines = []
+        for name, fields in events:
+            kind = f"response.{name}"
+            data = dump({"type": kind, "sequence_number": next(self._numbers), **fields})
+            lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        return b"".join(lines)

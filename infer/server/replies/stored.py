@@ -1,0 +1,67 @@
+"""Responses that clients may read again or continue (`previous_response_id`), in memory alone. They are lost
+when the server ends, and the oldest ones go when they are more than `max_stored` bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from idlm.infer.server.errors import FieldError, dump
+
+
+class Stored(NamedTuple):
+    """A response and the items that are its input, both as JSON."""
+
+    response: bytes
+    items: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+    def conversation(self) -> bytes:
+        """The items of input and output, as JSON."""
+        return dump([*json.loads(self.items), *json.loads(self.response)["output"]])
+
+    def page(self, *, after: str | None, limit: int, is_reversed: bool) -> dict[str, Any]:
+        """A list of input items, from the one after the item with the id `after` on."""
+        items = json.loads(self.items)[:: -1 if is_reversed else 1]
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise FieldError("after", f"no item has the id {after[:80]!r}")
+            items = items[ids.index(after) + 1 :]
+        first, last = (items[0]["id"], items[:limit][-1]["id"]) if items else (None, None)
+        about = {"object": "list", "data": items[:limit], "has_more": len(items) > limit}
+        return {**about, "first_id": first, "last_id": last}
+
+
+class ResponseStore:
+    """The responses of one client, by id; together at most `max_size` bytes."""
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size, self._size = max_size, 0
+        self._stored = OrderedDict[str, Stored]()
+
+    def put(self, response: dict[str, Any], items: Iterable[dict[str, Any]]) -> None:
+        """Store a response; those that were not read for longest make room."""
+        added = Stored(dump(response), dump(list(items)))
+        self._stored[response["id"]] = added
+        self._size += added.size
+        while self._size > self._max_size:
+            self._size -= self._stored.popitem(last=False)[1].size
+
+    def get(self, name: str, *, param: str = "response_id", status: int = 404) -> Stored:
+        """A stored response. Raises ApiError for an id that is unknown."""
+        if name not in self._stored:
+            rule = f"no response {name[:80]!r} is stored; it may have made room for others"
+            raise FieldError(param, rule, status=status, code=f"{param.removesuffix('_id')}_not_found")
+        self._stored.move_to_end(name)
+        return self._stored[name]
+
+    def delete(self, name: str) -> None:
+        """Forget a response. Raises ApiError 404 for an id that is unknown."""
+        self._size -= self.get(name).size
+        del self._stored[name]
