@@ -76,6 +76,8 @@ def fetch(arguments: list[str]) -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
+        # transformers 5.17 reads the token that begins a turn as the one that ends a text.
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
         sys.path.remove(folder)
     with translate_disk_errors(target):
         model.save_pretrained(target)

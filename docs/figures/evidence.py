@@ -11,10 +11,10 @@ from docs.figures.style import Theme, panel
 from idlm.acceptance import tokens_per_forward_cold
 
 ARMS = {
-    "best": "rank 24, 2,793 steps",
+    "best": "rank 24, 4,000 steps",
     "r64": "rank 64, 906 steps",
     "tv": "rank 24, 906 steps",
-    "fullkl": "full, 407 steps",
+    "fullkl20": "full, 1,900 steps",
 }
 """Arms of the rows, by what was trained."""
 TEMPERATURES: dict[float, Any] = {0.0: "-", 1.0: (0, (4, 2))}
