@@ -16,7 +16,9 @@ PROGRAMS = 132
 """Multiprocessors of an H200, one program each."""
 FEW_TILES, APART_ROWS = 44, 128
 """With up to so many rows, fewer tiles lose to Triton's kernel, whose shares have programs of their own (32
-tiles take 1.3 to 1.7 times as long, 48 as long; one H200)."""
+tiles of 64 rows take 0.93 to 1.07 times as long, 48 take 0.87, 64 take 0.8 to 0.93; one H100)."""
+ONE_TILE = 64
+"""Up to so many rows only weights of several shares gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +45,11 @@ COSTS = {WIDE: 1.0, TALL: 1.4, LOW: 0.575}
 
 def choose_groups(num_rows: int, E: int, *, splits: int, gated: bool) -> Groups | None:
     """What ends first, None for Triton's kernel. Sums of gate, up and shares must fit registers."""
-    if gated:
-        fitting = [LOW] if splits > 1 else [WIDE, LOW]
-    else:
-        fitting = [WIDE, TALL]
-    if num_rows <= APART_ROWS and WIDE.num_tiles(num_rows, E) < FEW_TILES:
-        return None
+    if num_rows <= APART_ROWS:
+        # Weights are read once from memory, whatever the tile.
+        gains = num_rows > ONE_TILE or (splits > 1 and not gated)
+        return LOW if gains and LOW.num_tiles(num_rows, E) >= FEW_TILES else None
+    fitting = ([LOW] if splits > 1 else [WIDE, LOW]) if gated else [WIDE, TALL, LOW]
 
     def time(groups: Groups) -> float:
         return -(-groups.num_tiles(num_rows, E) // PROGRAMS) * COSTS[groups]

@@ -24,6 +24,12 @@ APART_BLOCKS = 64
 """Blocks of slots for each multiprocessor from which sequences that decode walk apart from prompts. A tile of
 128 packed rows takes 0.4 us longer for a block than one of 16, and another launch takes 5 us: 15.8 and 9.9 ms
 in 36 layers at 256 sequences (one H200). The host's bound is twice to four times the slots that there are."""
+SPLIT_SLOTS = 256
+"""Slots of the first fixed splits. One of 64 or 128 leaves more parts to add: 15.4 and 13.8 us in place of
+11.9 at 4 sequences of 1,088 slots, 21.0 and 19.1 in place of 18.0 at one of 8,192 (one H100)."""
+FULL_TILES = 0.75
+"""Tiles for each multiprocessor from which a tile has one item, without parts: 26.9 in place of 30.4 us at 16
+sequences of 1,088 slots (one H100)."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -108,11 +114,13 @@ def choose_launch(
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
     packed = min(max_rows, usual_rows or max_rows) * shape.group
-    # Deterministic rows are computed by one compiled walk, whatever their number.
-    block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
-    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
-    is_narrow = block_m == 16 and block_n == 64 and not deterministic
+    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
     tiles_per_sm = num_sequences * shape.num_kv_heads / multiprocessors
+    if deterministic:
+        return _fixed_launch(shape, block_n, packed, max_slots, num_sequences, tiles_per_sm, is_few)
+    block_m = 16 if is_wide or packed <= 16 else 32 if packed <= 32 else 64
+    is_narrow = block_m == 16 and block_n == 64
+    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
     # One program that loads twice as far ahead hides latency better than two, if each has work.
     is_long = is_narrow and num_blocks >= 4 * multiprocessors and tiles_per_sm < SHORT_BLOCK_TILES
     loads_ahead = is_narrow and SHORT_BLOCK_TILES <= tiles_per_sm < TWO_PROGRAM_TILES
@@ -126,13 +134,11 @@ def choose_launch(
         programs_per_sm = even_programs(*sizes, multiprocessors)
         blocks_of_item = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
         is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
-    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
     combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
     if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
         # Items of a few blocks end more evenly with small blocks.
         block_n = block_n // 2 if packed > block_m else block_n
-    is_alone = deterministic and num_sequences == 1 and packed <= block_m
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
@@ -141,13 +147,44 @@ def choose_launch(
         min_blocks=1,
         programs_per_sm=programs_per_sm,
         whole_slots=WHOLE_SLOTS,
-        split_slots=block_n if deterministic else 0,
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
-        half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
-        early=((block_m == 16 or is_alone) and not is_wide) or (is_tall and not is_long_block),
+        half_parts=block_m > 16 and shape.dtype == torch.bfloat16,
+        early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
+    )
+
+
+def _fixed_launch(
+    shape: HeadShape,
+    block_n: int,
+    packed: int,
+    max_slots: int,
+    num_sequences: int,
+    tiles_per_sm: float,
+    is_few: bool,
+) -> Launch:
+    """Of deterministic rows. Their bits follow `block_n` and the splits, which are those of the heads; tile,
+    warps, pipeline and items follow the load."""
+    is_wide, is_long = shape.dtype == torch.float32, max_slots > WHOLE_SLOTS
+    height = 16 if is_wide or packed <= 16 else 32
+    block_m = max(height, triton.next_power_of_2(shape.group))
+    is_full, is_one = tiles_per_sm >= FULL_TILES, packed <= block_m
+    # One program of a multiprocessor loads as far ahead as fits.
+    is_deep = is_full and tiles_per_sm <= 1 and is_long and is_one and block_m <= 32
+    return Launch(
+        block_m=block_m,
+        block_n=block_n,
+        warps=8 if block_m > 64 and not is_wide else 4,
+        stages=2 if is_wide else 7 if is_deep else 3,
+        min_blocks=1,
+        programs_per_sm=1 if is_full else 2,
+        whole_slots=WHOLE_SLOTS,
+        split_slots=SPLIT_SLOTS,
+        combine_rows=1 if is_few else 4,
+        combine_warps=1,
+        early=(block_m == 16 or (num_sequences == 1 and is_one)) and not is_full and not is_wide,
     )
 
 

@@ -144,7 +144,25 @@ def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
     tiles = {usual: choose_launch(QWEN3_8B, usual_rows=usual, **sizes).block_m for usual in usual_rows}
     assert tiles == {None: 128, 40: 128, 10: 64, 6: 32}
     fixed = {choose_launch(QWEN3_8B, usual_rows=usual, deterministic=True, **sizes) for usual in (None, 10)}
-    assert len({(one.block_m, one.block_n, one.split_slots, one.octave, one.warps) for one in fixed}) == 1
+    assert len({(one.block_n, one.split_slots, one.octave) for one in fixed}) == 1
+
+
+def test_launches_of_deterministic_rows_differ_in_what_changes_no_bit() -> None:
+    """Tiles of 16 and 32 packed rows multiply by one instruction, and only float32 has one tile for all."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    def launches(shape: HeadShape) -> set[Any]:
+        loads = itertools.product((1, 7, 15, 400), (1, 4, 13, 16, 64), (300, 2000, 9000))
+        sizes = [{"max_rows": r, "num_rows": r * b, "num_sequences": b, "max_slots": s} for r, b, s in loads]
+        return {choose_launch(shape, deterministic=True, **each) for each in sizes}
+
+    for shape in (QWEN3_8B, replace(QWEN3_8B, head_dim=64), replace(QWEN3_8B, dtype=torch.float32)):
+        found = launches(shape)
+        assert len({(one.block_n, one.split_slots, one.octave, one.half_parts) for one in found}) == 1
+        assert {one.block_m for one in found} == {16} if shape.dtype == torch.float32 else {16, 32}
+        assert len({one.programs_per_sm for one in found}) == 2
+    assert {one.warps for one in launches(replace(QWEN3_8B, num_heads=71, num_kv_heads=1))} == {8}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,14 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert_prefetches(made.ptx, gated=False)
 
 
-GROUPS = [(False, 1, 256, 2), (False, 4, 128, 2), (False, 2, 128, 3), (True, 1, 128, 2), (True, 2, 64, 2)]
+GROUPS = [
+    (False, 1, 256, 2),
+    (False, 4, 128, 2),
+    (False, 2, 64, 2),
+    (False, 2, 128, 3),
+    (True, 1, 128, 2),
+    (True, 2, 64, 2),
+]
 """Gated or not, shares, rows of a tile, warpgroups."""
 
 
@@ -225,13 +232,14 @@ def test_tiles_of_many_rows_end_together() -> None:
         (448, 3072, 4, True, LOW),
         (448, 6144, 2, False, TALL),
         (240, 6144, 2, False, WIDE),
-        (112, 6144, 2, False, WIDE),
+        (112, 6144, 2, False, LOW),
         (448, 4096, 4, False, WIDE),
-        (112, 4096, 4, False, None),
+        *((rows, 4096, 4, False, groups) for rows, groups in ((240, LOW), (112, LOW), (64, None))),
+        *((64, 6144, 2, False, LOW), (64, 12288, 1, True, None), (112, 1024, 4, False, None)),
         (448, 151936, 1, False, TALL),
     ):
         assert choose_groups(rows, E, splits=splits, gated=gated) == groups, f"{rows=} {E=} {gated=}"
-    assert fixed_launch(64, 6144, 4096, torch.bfloat16).groups is None
+    assert fixed_launch(64, 6144, 4096, torch.bfloat16).groups == LOW
     assert fixed_launch(448, 6144, 4096, torch.float32).groups is None
 
 

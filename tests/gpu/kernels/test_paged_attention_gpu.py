@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,15 +73,20 @@ SETTINGS = {
         for dtype, page_size, half in ((BF16, 16, True), (BF16, 64, True), (FP16, 5, False))
     },
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
+    "qwen3_8b_fixed_short": Setting(
+        shape=heads(32, 8, 128), deterministic=True, tunables=(("split_slots", 64), ("octave", 2))
+    ),
     "llama_fixed": Setting(
         shape=heads(24, 8, 64, FP16), deterministic=True, tunables=(("split_slots", 128),)
     ),
+    "wide_fixed": Setting(shape=heads(8, 2, 256), page_size=1, deterministic=True),
     "odd": Setting(shape=heads(6, 2, 80, FP16), page_size=5),
     "wide": Setting(shape=heads(8, 2, 256), page_size=1),
     "many_heads": Setting(shape=heads(71, 1, 64), page_size=64),
     "tiny_fp32": Setting(shape=heads(6, 3, 16, FP32), page_size=4, tunables=(("min_blocks", 1),)),
     "fp32_fixed": Setting(shape=heads(4, 2, 96, FP32), deterministic=True),
 }
+FIXED = [name for name in SETTINGS if "fixed" in name]
 
 
 def launch_of(case: Case, setting: Setting) -> Any:
@@ -188,7 +194,7 @@ def fixed_content(case: Case, b: int) -> Case:
     return case
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "fixed" in name])
+@pytest.mark.parametrize("name", FIXED)
 def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
     """Bitwise, random batches: alone, in a chunk, among others, with and without room for parts."""
     setting = SETTINGS[name]
@@ -213,6 +219,59 @@ def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
         assert torch.equal(alone[0], alone[1]) and torch.equal(among[0], among[1]), seed
         assert torch.equal(alone[0], among[0]), seed
         assert torch.equal(head[0][0], alone[0][0]) and torch.equal(tail[1][0], alone[0][-1]), seed
+
+
+def fixed_launches(shape: HeadShape) -> list[Any]:
+    """What `choose_launch` returns for any load."""
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    loads = itertools.product((1, 7, 15, 400), (1, 4, 13, 16, 64), (300, 9000))
+    sizes = [{"max_rows": r, "num_rows": r * b, "num_sequences": b, "max_slots": s} for r, b, s in loads]
+    return list({choose_launch(shape, deterministic=True, **each): None for each in sizes})
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_all_launches_of_deterministic_rows_give_the_same_bits(name: str) -> None:
+    setting = SETTINGS[name]
+    launches = [replace(each, **dict(setting.tunables)) for each in fixed_launches(setting.shape)]
+    for seed in range(9):
+        rng = random.Random(seed)
+        maximum, longest, chunk = ((9, 300, 50), (20, 90, 9), (4, 9000, 200))[seed % 3]
+        sequences = random_sequences(rng, maximum=maximum, longest=longest, chunk=chunk)
+        sequences += [causal(rng.randrange(2000), 15), branch(rng.randrange(3000)), tree(rng.randrange(500))]
+        case = build(
+            sequences, setting.shape, page_size=setting.page_size, seed=seed, padding=5, device="cuda"
+        )
+        arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH
+        plans = [plan_attention(case.rows, case.shape, backend="triton", launch=each) for each in launches]
+        first, *others = (paged_attention(*arguments, plan, scale=SCALE) for plan in plans)
+        assert error_ratio(case, first) <= 2
+        wrong = [
+            launch
+            for launch, o_RNH in zip(launches[1:], others, strict=True)
+            if not torch.equal(o_RNH, first)
+        ]
+        assert not wrong, f"{seed=} {launches[0]} {wrong[0]}"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 15, 16])
+def test_a_deterministic_row_has_its_bits_at_every_concurrency(rows: int) -> None:
+    """The launch of the load: alone, and among 4, 13, 16 and 64 sequences, with tiles of both heights."""
+    shape = heads(32, 8, 128)
+    kind = {1: lambda at: causal(at, 1), 7: steady, 16: branch}.get(rows, lambda at: causal(at, rows))
+    for context in (700, 1090, 3000):
+        outcomes = []
+        for num in (1, 4, 13, 16, 64):
+            rng = random.Random(num)
+            sequences = [kind(rng.randrange(20, context)) for _ in range(num - 1)]
+            sequences.insert(at := num // 2, kind(context))
+            case = build(sequences, shape, page_size=16, seed=num, device="cuda", spare_slots=900)
+            case = fixed_content(case, at)
+            plan = plan_attention(case.rows, shape, backend="triton", deterministic=True)
+            o_RNH = paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
+            first = int(case.rows.cu_rows[at])
+            outcomes.append(o_RNH[first : first + rows])
+        assert all(torch.equal(each, outcomes[0]) for each in outcomes), f"{context=}"
 
 
 @pytest.mark.parametrize("tunables", [(), (("pdl", True),), (("pdl", True), ("early", False))], ids=str)

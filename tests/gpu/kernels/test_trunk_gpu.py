@@ -75,7 +75,7 @@ def test_fixed_launches_give_a_row_its_bits(E: int, D: int, gated: bool, dtype: 
             assert torch.equal(found, whole[first : first + num_rows]), f"{num_rows=} {first=}"
 
 
-GROUPS = [(1, 256, 2), (1, 128, 3), (2, 128, 3), (4, 128, 2)]
+GROUPS = [(1, 256, 2), (1, 128, 3), (2, 128, 3), (4, 128, 2), (1, 64, 2), (4, 64, 2)]
 GATED_GROUPS = [(1, 128, 2), (1, 64, 2), (2, 64, 2)]
 """Shares, rows of a tile and warpgroups."""
 

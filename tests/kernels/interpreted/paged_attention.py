@@ -129,16 +129,14 @@ def test_sequences_with_few_rows_walk_apart_from_prompts(
 
 
 @pytest.mark.sweep
-def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_together(apart: None) -> None:
-    """The bounds say that there is no prompt, or the result of a row would depend on the rows beside it."""
+def test_without_prompts_beside_them_sequences_walk_together(apart: None) -> None:
+    """The bounds say that there is no prompt."""
     case = build([causal(37, 1), causal(9, 1), causal(3, 1)], HALF_SMALL, spare_slots=400)
     rows = replace(case.rows, few_rows=1)
     assert plan_of(replace(case, rows=rows)).others is None
     mixed = build([causal(37, 1), causal(9, 60), causal(3, 1)], HALF_SMALL, spare_slots=400)
     rows = replace(mixed.rows, few_rows=1)
     assert plan_of(replace(mixed, rows=rows)).others is not None
-    fixed = plan_attention(rows, HALF_SMALL, backend="triton", deterministic=True)
-    assert isinstance(fixed, TritonPlan) and fixed.others is None
 
 
 @pytest.mark.sweep
@@ -234,7 +232,8 @@ def fixed_content(case: Case, b: int) -> Case:
 
 @pytest.mark.sweep
 def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise equality alone, among its own rows, in a chunk, in a full batch, and without room for parts."""
+    """Bitwise equality alone, among its own rows, in a chunk, in a full batch, without room for parts, and in
+    a tile of another height."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
     rows = [*far_branch(72), *causal(73, 1), *((74 + i, 74, 74) for i in range(3))]
     batches: list[Callable[[], tuple[list[list[Row]], int, int]]] = [
@@ -242,7 +241,7 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
         lambda: ([causal(9, 1), [], [*causal(65, 7), *rows], branch(10), causal(20, 9)], 2, 7),
         lambda: ([rows, causal(50, 2), tree(33)], 0, 0),
     ]
-    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, combine_rows=2)]
+    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, block_m=32, stages=7, combine_rows=2)]
     outcomes = []
     for number, batch in enumerate(batches):
         sequences, b, skipped = batch()
