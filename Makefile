@@ -38,7 +38,7 @@ DECIDES := decides and not gpu and not multigpu
 DECIDING = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200. Tests that count the bytes of the GPU run
-# first and alone (5: a part has none).
+# first and alone, each file in a process of its own: a process keeps memory that parts of it still use.
 GPU_WORKERS ?= 8
 
 .PHONY: demo chat page test test-all types run-tests gpu-test wheel docs format clean
@@ -82,7 +82,7 @@ test-all: test $(VENV)/.sweep-$(KEY)
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
 	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block, PART=changes, PART=kernels or PART=ranks"; exit 1; }
-	$(PYTHON) -m pytest -m "gpu and alone" tests/gpu/$(PART) || test $$? -eq 5
+	set -e; for file in $$(grep -l mark.alone tests/gpu/$(PART)/*.py); do $(PYTHON) -m pytest -m "gpu and alone" $$file; done
 	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
 
 # build/ may hold modules that are gone.
