@@ -17,7 +17,6 @@ import torch
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.state.page_pool import PrefixCache
 from tests.contracts.engines import (
@@ -36,7 +35,7 @@ MARKED_SHARE = 0.4
 """Marked for an abort; a quarter of them finishes first, so that 30 % are aborted."""
 TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_num_batched_tokens": 10, "max_length": 64}
 ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_num_batched_tokens": 4096, "max_length": 64}
-DECODERS = ["ar", *STRATEGIES.names()]
+DECODERS = ["ar", "branch", "tree"]
 AS_ON_A_GPU: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"}
 
 
@@ -149,7 +148,7 @@ class _Soak:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("decoder", "options"), zip(DECODERS, itertools.cycle((AS_ON_A_GPU, {})), strict=False), ids=str
+    ("decoder", "options"), [*zip(DECODERS, itertools.cycle((AS_ON_A_GPU, {})), strict=False)], ids=str
 )
 def test_soak(checkpoint: Path, decoder: str, options: dict[str, Any]) -> None:
     """Also with results that are read three passes late, and with passes of static shape."""

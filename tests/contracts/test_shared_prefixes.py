@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.state.page_pool import PagePool, PrefixCache
 from tests.contracts.engines import (
@@ -28,7 +27,7 @@ from tests.contracts.engines import (
     write_foreseeing_toy,
 )
 
-DECODERS = ["ar", *STRATEGIES.names()]
+DECODERS = ["ar", "branch", "tree"]
 PAGE = 4
 ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_num_batched_tokens": 7}
 AHEAD: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"}

@@ -69,7 +69,7 @@ def test_random_ids_leave_the_law(law_toy: Path, whole: Path, stride: int, strat
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("stride", "strategy"), CASES)
+@pytest.mark.parametrize(("stride", "strategy"), [(4, "tree"), (3, "branch"), (4, "branch_2")])
 def test_an_adapter_with_random_ids_leaves_the_law_of_the_base(
     law_toy: Path, adapter: Path, stride: int, strategy: str
 ) -> None:

@@ -167,8 +167,9 @@ def module_names(directory: Path) -> list[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["granite", "phi3", "gemma3"])
 def test_isd_has_the_law_of_the_base(name: str, written: Any) -> None:
+    """Of scaled logits, of a rotation that changes with the length, and of layers that see windows."""
     base = written(f"{name}-law")
     engine = harness.build_engine(base, "isd", stride=STRIDE, rejection_strategy="branch")
     sampled = harness.sample(engine, [(harness.PROMPT, harness.NEUTRAL)], 3000)

@@ -45,7 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone": {"fused_commit": False, "num_inflight_steps": 1, "prefix_cache": False},
     "preempted": {"num_pages": 14, "max_num_seqs": 6, "max_num_batched_tokens": 1, "num_inflight_steps": 4},
 }
-CASES = [(False, one, way) for one in STRATEGIES for way in WAYS]
+PAIRS = zip(STRATEGIES, ("plain", "static", "alone", "plain"), strict=True)
+CASES = [(False, one, way) for one, last in PAIRS for way in ("late", "preempted", last)]
 CASES += [(True, STRATEGIES[0], way) for way in ("late", "plain", "alone")]
 CASES += [(True, PARTS, "plain"), (True, {"sub_block_size": 2}, "late"), (False, EDITS, "preempted")]
 

@@ -31,13 +31,18 @@ pytestmark = pytest.mark.decides
 SIZE = 8
 CASES: list[tuple[bool, dict[str, Any]]] = [
     (False, {"strategy": "low_confidence_static", "steps": 3}),
-    (False, {"strategy": "entropy_bounded", "entropy_bound": 1.5}),
-    (True, {"strategy": "low_confidence_dynamic", "threshold": 0.5}),
+    (True, {"strategy": "low_confidence_dynamic", "threshold": 0.5, "fused_commit": False}),
     (True, {"strategy": "low_confidence_static", "sub_block_size": 4, "dual_cache": True}),
     (False, {"mode": "quality"}),
-    (False, {"threshold": 0.6, "fused_commit": False}),
     (False, {"accelerators": {"focus": {}, "mage": {"k": 5, "exact_layers": 1}}}),
-    (False, {"accelerators": {"quest": {"k": 6, "page": 4, "exact_layers": 1}}}),
+    (
+        False,
+        {
+            "accelerators": {"quest": {"k": 6, "page": 4, "exact_layers": 1}},
+            "strategy": "entropy_bounded",
+            "entropy_bound": 1.5,
+        },
+    ),
 ]
 STATIC = {"graphs": "on", "num_inflight_steps": 3, "max_length": 64, "page_size": SIZE}
 

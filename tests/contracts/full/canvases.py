@@ -121,6 +121,5 @@ def watched(engine: Engine) -> list[tuple[Any, Tensor]]:
 
 
 def spread(cases: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """(family, case): all for the first family, each other one for one more, which changes only the model."""
-    others = itertools.cycle(FAMILIES[:0:-1])
-    return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases[::2], strict=False))
+    """(family, case): each case for one family, which changes only the model."""
+    return list(zip(itertools.cycle(FAMILIES), cases, strict=False))

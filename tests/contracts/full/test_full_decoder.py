@@ -25,8 +25,8 @@ from tests.contracts.full.canvases import (
 from tests.numerics import full_reference
 
 
-@pytest.mark.sweep_but(family="llada", options={"order": "maskgit_plus", "steps": 4})
-@pytest.mark.sweep_but(family="dream", options={"order": "entropy", "steps": 4})
+@pytest.mark.sweep_but(family="dream", options={"order": "maskgit_plus", "steps": 4})
+@pytest.mark.sweep_but(family="llada", options={"order": "entropy", "steps": 4})
 @pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """Mixed lengths, temperatures and truncations in one batch, in dynamic and in static shapes."""

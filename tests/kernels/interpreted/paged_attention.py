@@ -78,8 +78,7 @@ def test_a_mixed_step(tunables: Launch) -> None:
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("tunables", [TINY, MANY, FIXED])
-@pytest.mark.parametrize("window", [13, 1, 40])
+@pytest.mark.parametrize(("window", "tunables"), [(13, TINY), (1, MANY), (40, FIXED), (13, MANY)])
 def test_windows(window: int, tunables: Launch) -> None:
     """What no row sees is poisoned, before the windows too."""
     sequences = [*MIXED, causal(60, 30), block(36, 9)]

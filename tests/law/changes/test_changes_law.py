@@ -70,9 +70,9 @@ def test_answers_follow_the_changed_ar_law(law_toy: Path, decoder: str, options:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("strategy", ["tree", "branch"])
-def test_the_law_in_full(law_toy: Path, strategy: str) -> None:
-    assert law_holds(law_toy, law_toy, 6_000, stride=4, rejection_strategy=strategy)
+def test_the_law_in_full(law_toy: Path) -> None:
+    """Of the strategy with the most layouts, under which the faults below are detected."""
+    assert law_holds(law_toy, law_toy, 6_000, stride=4, rejection_strategy="branch")
 
 
 @pytest.mark.sweep
