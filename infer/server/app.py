@@ -94,7 +94,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             raise renamed(error) from error
         parser = functools.partial(service.answer_parser, chat, generation.prompts[0])
-        names = service.model_name, service.token_texts
+        names = body.model or service.model_name, service.token_texts
         reply = ResponseReply(body, chat, generation, *names, parser, store)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 

@@ -48,14 +48,13 @@ class ResponseReply(ChatReply):
         self._scores, self._new_scores = list[dict[str, Any]](), list[dict[str, Any]]()
 
     def answer(self, done: Mapping[int, AnswerEvent]) -> dict[str, Any]:
-        for _ in self._events(0, done[0], is_first=True):
+        for _ in self._events(done[0]):
             pass
         return self._finished()
 
     def chunks(self, index: int, event: AnswerEvent) -> bytes:
-        is_first = index not in self._num_tokens
         self._count(index, event)
-        return self._lines(self._events(index, event, is_first=is_first))
+        return self._lines(self._events(event))
 
     def head(self) -> bytes:
         begun = {"response": self._response | {"status": "in_progress"}}
@@ -93,11 +92,10 @@ class ResponseReply(ChatReply):
     def _status(self) -> str:
         return "incomplete" if self._figures[0].finish_reason == "length" else "completed"
 
-    def _events(self, index: int, event: AnswerEvent, *, is_first: bool) -> Iterator[Event]:
+    def _events(self, event: AnswerEvent) -> Iterator[Event]:
         """What an emission adds to the output."""
-        if event.logprobs:
-            self._new_scores += self._logprobs(index, event)["content"]
-        for choice in self.deltas(index, event._replace(logprobs=[]), is_first=is_first):
+        self._new_scores += self._logprobs(0, event)["content"]
+        for choice in self.deltas(0, event._replace(logprobs=[]), is_first=False):
             for name in PARTS:
                 if text := choice["delta"].get(name):
                     yield from self._text(name, text)

@@ -1,10 +1,12 @@
 """/v1/responses through the `openai` client, on a model that likes to think, to say something and to call
-`town`: answers are those of chats, and events those that the client declares."""
+`town`: answers are those of chats, and events those that the client declares. What other clients send
+(OpenAI's Agents SDK and LangChain) is in `client_bodies.json`, as they wrote it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,6 +42,9 @@ TEXT = [
     "output_item.done",
 ]
 CALL = [TEXT[0], "function_call_arguments.delta", "function_call_arguments.done", TEXT[-1]]
+
+
+BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,22 @@ def test_events_are_those_of_the_client_in_their_order(server: Running) -> None:
         score for event in events for score in event.get("logprobs", ()) if event["type"].endswith("delta")
     ]
     assert scores == final["output"][1]["content"][0]["logprobs"] and scores
+
+
+@pytest.mark.sweep_but("agents_second_turn_calls", "langchain_streamed_calls")
+@pytest.mark.parametrize("name", BODIES)
+def test_what_clients_send_is_answered(server: Running, name: str) -> None:
+    response = server.client.post(PATH, json=BODIES[name])
+    assert response.status_code == 200, response.text
+    *_, last = response.text.strip().removeprefix("data: ").rpartition("data: ")
+    found = json.loads(last)
+    response_made = found.get("response", found)
+    calls = [item for item in response_made["output"] if item["type"] == "function_call"]
+    assert len(calls) == ("calls" in name)
+    for call in calls:
+        check_call(call["name"], call["arguments"])
+    if not calls:
+        Town.model_validate_json(texts_of(response_made["output"])["message"])
 
 
 def test_the_client_reads_a_stream_and_goes_on_with_results(client: OpenAI, server: Running) -> None:

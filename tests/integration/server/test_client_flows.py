@@ -130,11 +130,13 @@ def test_openai(address: str) -> None:
 
 
 @pytest.mark.sweep
-def test_langchain(address: str) -> None:
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain(address: str, responses: bool) -> None:
     chats = pytest.importorskip("langchain_openai", reason="pip install langchain-openai==1.7.4")
     messages = pytest.importorskip("langchain_core.messages")
 
-    model = chats.ChatOpenAI(model=NAME, base_url=address, api_key="unused", temperature=0, max_retries=0)
+    settings = {"api_key": "unused", "temperature": 0, "max_retries": 0, "use_responses_api": responses}
+    model = chats.ChatOpenAI(model=NAME, base_url=address, **settings)
     for method in ("json_schema", "function_calling"):
         assert isinstance(model.with_structured_output(Town, method=method).invoke("Which town?"), Town)
     assert isinstance(model.with_structured_output(Town, strict=True).invoke("Which town?"), Town)
