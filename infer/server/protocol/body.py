@@ -20,6 +20,7 @@ IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prompt_cache_options", "request_id", "prediction"),
+        "client_metadata",
         # Of messages, their parts and their calls: what other servers and clients store there.
         *("annotations", "cache_control", "provider_specific_fields", "index", "phase"),
     )
@@ -59,7 +60,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
     "context_management": ([],),
-    "summary": ("auto", "detailed"),
+    "summary": ("auto", "detailed", "none"),
     "defer_loading": (False,),
     "allowed_callers": (["direct"],),
 }

@@ -73,8 +73,8 @@ class Item(Body):
         """Also what an item of its type must have, or has not."""
         super().check(location)
         kind = self.type or "message"
-        for name in sorted({name for names in FIELDS.values() for name in names}):
-            is_given, is_known = getattr(self, name) is not None, name in FIELDS[kind]
+        for name in sorted({name for _, *names in KINDS.values() for name in names}):
+            is_given, is_known = getattr(self, name) is not None, name in KINDS[kind]
             if is_given and not is_known:
                 raise FieldError(f"{location}{name}", f"an item of type {kind} has none")
             if is_known and not is_given and kind != "reasoning":
@@ -103,7 +103,7 @@ class Item(Body):
         """The item as it is stored and listed: with an id, and text of messages in parts."""
         kind, is_answer = self.type or "message", self.role == "assistant"
         given = self.model_dump(exclude_none=True)
-        item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "completed"} | given
+        item = {"id": new_id(KINDS[kind][0]), "type": kind, "status": "completed"} | given
         if isinstance(self.content, str):
             item["content"] = [{"type": "output_text" if is_answer else "input_text", "text": self.content}]
         for part in item["content"] if is_answer else ():
@@ -111,14 +111,13 @@ class Item(Body):
         return item
 
 
-FIELDS = {
-    "message": ("role", "content"),
-    "reasoning": ("content", "summary"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
+KINDS = {
+    "message": ("msg", "role", "content"),
+    "reasoning": ("rs", "content", "summary"),
+    "function_call": ("fc", "call_id", "name", "arguments"),
+    "function_call_output": ("fco", "call_id", "output"),
 }
-"""What an item has, by its type; of reasoning one is enough."""
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""How ids of an item begin, and which fields it has, by its type; of reasoning one is enough."""
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
 STORED = TypeAdapter(list[Item])
 
