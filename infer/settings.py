@@ -37,7 +37,7 @@ class EngineSettings:
         "base model of a gated adapter; null is the path in its adapter_config.json", None, is_path=True
     )
     adapters: dict[str, str] = option(
-        "further gated adapters of the same base, which requests name: {NAME: FOLDER, ...}", {}
+        "further gated adapters of the same base, by the names that requests give: adapters.NAME=FOLDER", {}
     )
     accelerators: dict[str, Any] | list[str] | str | None = option(
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []

@@ -29,8 +29,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Running]:
-    given = f"adapters={{math:{folders[1]},law:{folders[2]}}}"
-    with running(f"base={TINY}", given, model=folders[0]) as found:
+    given = (f"adapters.math={folders[1]}", f"adapters.law={folders[2]}")
+    with running(f"base={TINY}", *given, model=folders[0]) as found:
         yield found
 
 
