@@ -14,7 +14,8 @@ from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError, some_of
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
-from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank
+from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk
+from idlm.infer.models.low_rank import LowRank
 from idlm.infer.models.targets import WeightTarget, row_orders, row_target, target_of
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
@@ -135,7 +136,7 @@ def add_adapters(
         for row_D, adapter in zip(trunk.mask_rows_LD.data, adapters, strict=True):
             if not adapter.has_mask_row:
                 row_D.copy_(trunk.embed[mask_token_id])
-    trunk.is_adapted = bool(adapters)
+    trunk.num_adapters = len(adapters)
 
 
 def _matrices(

@@ -4,8 +4,7 @@ dense; `moe.py` has layers with experts.
 It has no cache, no mask and no batch axis, and never waits for the device. Rounding follows transformers step
 by step (norms in fp32, then cast), so that bf16 logits agree as well.
 R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K), H
-head dim, D width, F ffn, V vocabulary, E output width of a projection (of B: those of all adapters), r rank,
-P parts of a fused projection, L adapters.
+head dim, D width, F ffn, V vocabulary, E output width of a projection, L adapters.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from idlm.infer.models.base import (
     Shards,
     TensorNames,
 )
+from idlm.infer.models.low_rank import LowRank
 from idlm.infer.models.targets import WeightTarget, head_order, row_orders, row_target, target_of
-from idlm.kernels.gated_lora import GatedLora
+from idlm.kernels.gated_lora import Gate, GatedLora, gate_of, group_rows, num_adapters_of
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
@@ -39,40 +39,9 @@ SUMMED = ("o", "down")
 """Projections whose input is divided among ranks: each computes a summand, which the next norm adds up."""
 MakeWeight = Callable[..., nn.Parameter]
 """`empty_weight` of one device and dtype."""
-Floats = tuple[float, ...]
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
 """Of a fused projection: its modules in the checkpoint, or the one that has all its parts, the output widths
 of its parts, weight and bias."""
-
-
-class LowRank(nn.Module):
-    """Gated LoRA of a fused projection, with an A and a B per part of each adapter (one for each of
-    `scalings`), zero for a part without adapter. The projection's weight is stored before the A, so that one
-    product computes both."""
-
-    def __init__(
-        self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scalings: Floats
-    ) -> None:
-        super().__init__()
-        num_outputs, width = weight_ED.shape
-        self.sizes, self.num_adapters = sizes, len(scalings)
-        a_XD = weight_ED.new_zeros(len(scalings) * len(sizes) * rank, width)
-        self.stacked = nn.Parameter(torch.cat((weight_ED.data, a_XD)), requires_grad=False)
-        weight_ED.data = self.stacked.data[:num_outputs]
-        self.bias = None if bias_E is None else torch.cat((bias_E, bias_E.new_zeros(len(a_XD))))
-        self.b_Er = nn.Parameter(a_XD.new_zeros(len(scalings) * sum(sizes), rank), requires_grad=False)
-        scaling_L = torch.tensor(scalings, dtype=torch.float64, device=weight_ED.device)
-        self.scaling: float | Tensor = scaling_L if len(scalings) > 1 else scalings[0]
-
-    def matrices(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Views of an adapter's A of all parts [P, r, D] and its B [E, r]; what is above its rank is 0."""
-        b_LEr = self.b_Er.data.unflatten(0, (self.num_adapters, -1))
-        a_XD = self.stacked.data[b_LEr.shape[1] :]
-        a_LPrD = a_XD.unflatten(0, (self.num_adapters, len(self.sizes), -1))
-        return a_LPrD[number, :, :rank], b_LEr[number, :, :rank]
-
-    def gated(self, gate_R: Tensor) -> GatedLora:
-        return GatedLora(b_Er=self.b_Er, gate_R=gate_R, sizes=self.sizes, scaling=self.scaling)
 
 
 class Layer(nn.Module, ABC):
@@ -116,22 +85,22 @@ class Layer(nn.Module, ABC):
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """This rank's summand of the output [R, D]; padding rows (negative slot) need only be finite."""
 
-    def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
+    def project(self, name: str, x_RD: Tensor, gate: Gate | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows [R, E], of `o` and `down` this rank's summand (the first rank's has
         the bias); an adapter changes the rows of the gate only."""
-        weight_ED, bias_E, lora = self.operands(name, gate_R)
+        weight_ED, bias_E, lora = self.operands(name, gate)
         own_bias_E = None if name in SUMMED and self.shards.rank else bias_E
         return linears.linear(x_RD, weight_ED, bias_E=own_bias_E, lora=lora)
 
     def operands(
-        self, name: str, gate_R: Tensor | None
+        self, name: str, gate: Gate | None
     ) -> tuple[Tensor | Fp8Weight, Tensor | None, GatedLora | None]:
         """Weight, bias and adapter of a projection; None for an adapter that is absent or without a gate."""
-        if self.lora is None or gate_R is None:
+        if self.lora is None or gate is None:
             return getattr(self, name), getattr(self, f"{name}_bias"), None
         low = self.lora[name]
         assert isinstance(low, LowRank), f"{type(low)=}"
-        return low.stacked, low.bias, low.gated(gate_R)
+        return low.stacked, low.bias, low.gated(gate)
 
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
@@ -140,7 +109,7 @@ class Layer(nn.Module, ABC):
         to, and the remaining rows. `x_RD` is such a summand if there is a residual."""
         spec = self.spec
         normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.attention_norm, spec, self.shards)
-        qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
+        qkv_RE = self.project("qkv", normed_RD, rows.gate, rows.linears)
         if self.whole_qk_norm is not None:
             self._norm_whole(qkv_RE, self.whole_qk_norm)
         (keys, values), (k_scale_K, v_scale_K) = kv.layer(number), kv.scales(number)
@@ -159,7 +128,7 @@ class Layer(nn.Module, ABC):
         if retained_I is not None:
             q_RNH, residual_RD, rows = rows.select_plan_rows(retained_I, q_RNH, residual_RD)
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
-        x_RD = self._output(self.project("o", o_RE, rows.gate_R, rows.linears), self.attention_out_norm)
+        x_RD = self._output(self.project("o", o_RE, rows.gate, rows.linears), self.attention_out_norm)
         normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.mlp_norm, spec, self.shards)
         x_RD = self._output(self.feed_forward(normed_RD, rows, kv.slot_mapping_R), self.mlp_out_norm)
         return x_RD, residual_RD, rows
@@ -210,12 +179,12 @@ class DenseLayer(Layer):
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         if self.spec.variant.has_gelu:
-            gate_RF, up_RF = self.project("gate_up", normed_RD, rows.gate_R, rows.linears).chunk(2, dim=-1)
+            gate_RF, up_RF = self.project("gate_up", normed_RD, rows.gate, rows.linears).chunk(2, dim=-1)
             hidden_RF = F.gelu(gate_RF, approximate="tanh") * up_RF
-            return self.project("down", hidden_RF, rows.gate_R, rows.linears)
-        weight_ED, bias_E, lora = self.operands("gate_up", rows.gate_R)
+            return self.project("down", hidden_RF, rows.gate, rows.linears)
+        weight_ED, bias_E, lora = self.operands("gate_up", rows.gate)
         hidden_RF = rows.linears.swiglu(normed_RD, weight_ED, bias_E=bias_E, lora=lora)
-        return self.project("down", hidden_RF, rows.gate_R, rows.linears)
+        return self.project("down", hidden_RF, rows.gate, rows.linears)
 
 
 def norm_dtype(spec: ModelSpec, empty: MakeWeight) -> torch.dtype:
@@ -237,10 +206,10 @@ def add_and_norm(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs shared by all layers of a step. `gate_R`: see `DenseTrunk.forward`; None: no row."""
+    """Inputs shared by all layers of a step. `gate`: rows that adapters apply to; None: no row."""
 
     rope: Rope
-    gate_R: Tensor | None
+    gate: Gate | None
     linears: Linears
     other_rope: Rope | None = None
     """Of the layers `others`."""
@@ -257,7 +226,7 @@ class Rows:
         """Queries, residual and inputs of the rows `rows_I`, in one launch."""
         ropes = (self.rope,) if self.other_rope is None else (self.rope, self.other_rope)
         tables = [table for rope in ropes for table in rope.tables or ()]
-        gates = () if self.gate_R is None else (self.gate_R,)
+        gates = () if self.gate is None else (gate_of(self.gate),)
         q_INH, residual_ID, positions_I, *others = gather_rows(
             rows_I, (q_RNH, residual_RD, self.rope.positions_R, *tables, *gates)
         )
@@ -266,8 +235,9 @@ class Rows:
             replace(rope, positions_R=positions_I, tables=pair)
             for rope, pair in zip(ropes, pairs, strict=True)
         )
-        gate_I, other_rope = others[-1] if gates else None, other[0] if other else None
-        return q_INH, residual_ID, replace(self, rope=rope, gate_R=gate_I, other_rope=other_rope)
+        gate = None if self.gate is None else group_rows(others[-1], num_adapters_of(self.gate))
+        other_rope = other[0] if other else None
+        return q_INH, residual_ID, replace(self, rope=rope, gate=gate, other_rope=other_rope)
 
 
 class DenseTrunk(nn.Module):
@@ -294,7 +264,7 @@ class DenseTrunk(nn.Module):
             self.register_buffer("other_inv_freq", other_inv_freq, persistent=False)
         self.embed_scale = float(torch.tensor(spec.variant.embed_scale, dtype=dtype))
         self.linears = Linears()
-        self.is_adapted = False
+        self.num_adapters = 0
         self.mask_rows_LD: nn.Parameter | None = None
 
     def _layer(self, number: int, empty: MakeWeight) -> Layer:
@@ -304,13 +274,14 @@ class DenseTrunk(nn.Module):
         self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, gate_R: Tensor | None = None
     ) -> Tensor:
         """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device. `gate_R`:
-        the rows that adapters apply to, as in `kernels/gated_lora`; None: none."""
-        gate_R = gate_R if self.is_adapted else None
+        the rows that adapters apply to (bool), or of several adapters that of `RowGroups`; None: none."""
+        gate_R = gate_R if self.num_adapters else None
+        gate = None if gate_R is None else group_rows(gate_R, self.num_adapters)
         dtype, others, other = self.embed.dtype, self.spec.variant.others, None
         rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=dtype)
         if others is not None:
             other = make_rope(positions_R, self.other_inv_freq, scaling=others.rope_scaling, dtype=dtype)
-        rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears, other_rope=other, others=others)
+        rows = Rows(rope=rope, gate=gate, linears=self.linears, other_rope=other, others=others)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
             x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)

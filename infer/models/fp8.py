@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from idlm.errors import MAX_NAMED, UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import ModelSpec, Shards, TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
+from idlm.infer.models.dense import DenseLayer, DenseTrunk
+from idlm.infer.models.low_rank import LowRank
 from idlm.infer.models.moe import refuse
 from idlm.kernels.linear import Fp8Weight, quantise_fp8
 

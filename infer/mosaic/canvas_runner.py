@@ -79,7 +79,7 @@ class CanvasRunner(PassRunner):
     """`capacity`: bytes that the workspace may have."""
 
     def __init__(self, model: LoadedModel, arena: Arena, pool: PagePool, *, capacity: int) -> None:
-        assert isinstance(model.trunk, DenseTrunk) and not model.trunk.is_adapted, type(model.trunk)
+        assert isinstance(model.trunk, DenseTrunk) and not model.trunk.num_adapters, type(model.trunk)
         self._trunk, self.arena, self.pool = model.trunk, arena, pool
         self.capacity, self.min_rows = capacity, MIN_CHUNK_ROWS
         self.shape = canvas_shape(model.spec, model.dtype)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, pdl_options, rounds_as_written
+from idlm.kernels.gated_lora.types import Gate, RowGroups, gate_of
 from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 BLOCK_E = 64
@@ -51,13 +52,15 @@ def _gain(b, p_h, of_b, is_mask, scaling, dtype, IS_WIDE: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def _gates(gate_R, row, R, adapter, SEVERAL: tl.constexpr):
-    """MASK rows of the adapter, and of several which rows are no MASK."""
-    gate = tl.load(gate_R + row, mask=row < R, other=0)
-    if SEVERAL:
-        return gate == adapter + 1, (gate == 0) & (row < R)
-    is_mask = (gate != 0) & (row < R)
-    return is_mask, is_mask
+def _rows(gate_R, at, R, of_group):
+    """Rows, and which are MASK rows: those `at` themselves, or of several adapters those that the group has
+    at these places, before `end`."""
+    if of_group is None:
+        row, is_mask = at, (tl.load(gate_R + at, mask=at < R, other=0) != 0) & (at < R)
+    else:
+        row = tl.load(of_group[0] + at, mask=at < of_group[1], other=0)
+        is_mask = (at < of_group[1]) & of_group[2]
+    return row, is_mask
 
 
 @triton.jit
@@ -115,19 +118,23 @@ def expand_kernel(
 
     With `out_RF` y is not written, but silu(gate) * up of all rows goes there; the parts are gate and up.
     IS_WIDE: there are more ranks than `BLOCK_K`. `strides`: of the rows of y, the output, h and B.
-    `adapters`: None for one; of several their scalings in place of `scaling`, and how many columns of h and
-    rows of B each has."""
+    `adapters`: None for one; of several their scalings in place of `scaling`, how many columns of h and rows
+    of B each has, and `RowGroups` in place of the gate."""
     GATED: tl.constexpr = out_RF is not None
-    SEVERAL: tl.constexpr = adapters is not None
-    adapter = 0
-    if SEVERAL:
-        adapter = tl.program_id(1)
-        scaling = tl.load(adapters[0] + adapter).to(tl.float32)
-        h_RX += adapter * adapters[1]
-        b_Er += adapter.to(tl.int64) * adapters[2] * strides[3]
+    of_group, end, start_r = None, R, 0
+    if adapters is not None:
+        scaling_L, h_width, b_height, order_R, starts = adapters
+        # Rows that are no MASK have the first group, which only a SwiGLU needs.
+        group = tl.program_id(1) + (0 if GATED else 1)
+        adapter = tl.maximum(group - 1, 0)
+        start_r, end = tl.load(starts + group), tl.load(starts + group + 1)
+        of_group = (order_R, end, group > 0)
+        scaling = tl.load(scaling_L + adapter).to(tl.float32)
+        h_RX += adapter * h_width
+        b_Er += adapter.to(tl.int64) * b_height * strides[3]
     size_0, size_1, size_2 = sizes
     stride_b = strides[3]
-    tiles_r = tl.cdiv(R, BLOCK_R)
+    tiles_r = tl.cdiv(end - start_r, BLOCK_R)
     first_r = tl.program_id(0) % programs_r
     tile = tl.program_id(0) // programs_r
     tiles_0, tiles_1 = tl.cdiv(size_0, BLOCK_E), tl.cdiv(size_1, BLOCK_E)
@@ -146,27 +153,24 @@ def expand_kernel(
     if GATED:
         of_up = (b_Er, size_0 + e, m_e, k, rank, stride_b)
         up = (rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b), of_up)
-    row = first_r * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    is_mask, is_plain = _gates(gate_R, row, R, adapter, SEVERAL)
+    at = start_r + first_r * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    row, is_mask = _rows(gate_R, at, R, of_group)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tensors = (y_RE, out_RF, h_RX, scaling, strides)
     for _ in tl.range(first_r, tiles_r, programs_r, num_stages=STAGES):
-        next_row = row + programs_r * BLOCK_R
-        next_is_mask, next_is_plain = _gates(gate_R, next_row, R, adapter, SEVERAL)
+        next_at = at + programs_r * BLOCK_R
+        next_row, next_is_mask = _rows(gate_R, next_at, R, of_group)
         if GATED or tl.max(is_mask.to(tl.int32), 0) > 0:
-            is_stored = is_mask
-            if GATED:
-                # Rows that are no MASK belong to the first adapter.
-                is_stored = is_mask | (is_plain & (adapter == 0)) if SEVERAL else row < R
+            is_stored = at < end if GATED else is_mask
             _add_rows(tensors, row, is_mask, is_stored, gate, up, (o_e, part, size_0), IS_WIDE, PRECISION)
-        row, is_mask, is_plain = next_row, next_is_mask, next_is_plain
+        at, row, is_mask = next_at, next_row, next_is_mask
 
 
 def run_expand(
     y_RE: Tensor,
-    gate_R: Tensor,
+    gate: Gate,
     h_RX: Tensor,
     b_Er: Tensor,
     sizes: tuple[int, ...],
@@ -178,16 +182,20 @@ def run_expand(
     num_rows, rank = len(y_RE), b_Er.shape[1]
     if num_rows == 0:
         return
-    num_adapters = len(b_Er) // sum(sizes)
-    adapters = (scaling, len(sizes) * rank, sum(sizes)) if isinstance(scaling, Tensor) else None
+    num_groups, adapters, few = 1, None, num_rows
+    if isinstance(gate, RowGroups):
+        num_groups = len(gate.starts) - (1 if out_RF is not None else 2)
+        adapters = (scaling, len(sizes) * rank, sum(sizes), gate.order_R, gate.starts)
+        # A group has fewer: rows that are no MASK are a group too.
+        few = num_rows // 2
     sizes = (*sizes, 0, 0)[:3] if out_RF is None else (sizes[0], 0, 0)
-    block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
+    block_r = next((rows for rows in ROWS if few <= rows), ROWS[-1])
     block_k = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
     tiles = sum(triton.cdiv(size, BLOCK_E) for size in sizes)
-    programs_r = min(triton.cdiv(num_rows, block_r), max(1, PROGRAMS // (tiles * num_adapters)))
+    programs_r = min(triton.cdiv(num_rows, block_r), max(1, PROGRAMS // tiles))
     stride_out = 0 if out_RF is None else out_RF.stride(0)
-    expand_kernel[(programs_r * tiles, num_adapters)](
-        *(y_RE, out_RF, gate_R, h_RX, b_Er, adapters, num_rows, sizes, rank),
+    expand_kernel[(programs_r * tiles, num_groups)](
+        *(y_RE, out_RF, gate_of(gate), h_RX, b_Er, adapters, num_rows, sizes, rank),
         0.0 if isinstance(scaling, Tensor) else scaling,
         (y_RE.stride(0), stride_out, h_RX.stride(0), b_Er.stride(0)),
         programs_r,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import library_linear, runs_kernels
+from idlm.kernels.gated_lora.types import Gate, gate_of, num_adapters_of
 
 MAX_PARTS = 3
 
@@ -22,7 +23,7 @@ class GatedLora:
     fields as in `expand_add`."""
 
     b_Er: Tensor
-    gate_R: Tensor
+    gate: Gate
     sizes: tuple[int, ...]
     scaling: float | Tensor
 
@@ -34,7 +35,7 @@ class GatedLora:
 
 def expand_add(
     y_RE: Tensor,
-    gate_R: Tensor,
+    gate: Gate,
     h_RX: Tensor,
     b_Er: Tensor,
     *,
@@ -44,43 +45,41 @@ def expand_add(
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows do not change. Returns `y_RE`.
 
     `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
-    of each part in turn, with any content in other rows. `gate_R` (bool): MASK rows. Of several adapters
-    `h_RX` and `b_Er` hold those of each in turn, `scaling` is a tensor [L] (fp64), and `gate_R` (uint8) is 1
-    plus the number of the row's adapter, or 0."""
-    _check(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
+    of each part in turn, with any content in other rows. `gate` (bool): MASK rows. Of several adapters
+    `gate` are `RowGroups`, `h_RX` and `b_Er` hold those of each in turn, and `scaling` is a tensor [L]
+    (fp64)."""
+    _check(y_RE, gate, h_RX, b_Er, sizes, scaling)
     if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.kernel import run_expand
 
-        run_expand(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
+        run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling)
         return y_RE
-    return y_RE.copy_(_sum(y_RE, gate_R, h_RX, b_Er, sizes, scaling))
+    return y_RE.copy_(_sum(y_RE, gate, h_RX, b_Er, sizes, scaling))
 
 
-def expand_swiglu(
-    y_RE: Tensor, gate_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, scaling: float | Tensor
-) -> Tensor:
+def expand_swiglu(y_RE: Tensor, gate: Gate, h_RX: Tensor, b_Er: Tensor, *, scaling: float | Tensor) -> Tensor:
     """silu(gate) * up, [R, F], of the gate and up that `expand_add` would give; `y_RE` does not change."""
     sizes = (y_RE.shape[1] // 2,) * 2
-    _check(y_RE, gate_R, h_RX, b_Er, sizes, scaling)
+    _check(y_RE, gate, h_RX, b_Er, sizes, scaling)
     if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.kernel import run_expand
 
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
-        run_expand(y_RE, gate_R, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
+        run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
         return out_RF
-    gate_RF, up_RF = _sum(y_RE, gate_R, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
+    gate_RF, up_RF = _sum(y_RE, gate, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
     return F.silu(gate_RF) * up_RF
 
 
 def _sum(
     y_RE: Tensor,
-    gate_R: Tensor,
+    gate: Gate,
     h_RX: Tensor,
     b_Er: Tensor,
     sizes: tuple[int, ...],
     scaling: float | Tensor,
 ) -> Tensor:
-    num_adapters, rank = len(b_Er) // sum(sizes), b_Er.shape[1]
+    num_adapters, rank, gate_R = num_adapters_of(gate), b_Er.shape[1], gate_of(gate)
     for number in range(num_adapters):
         h_Rr, b_er = (x.chunk(num_adapters, dim)[number] for x, dim in ((h_RX, 1), (b_Er, 0)))
         parts = zip(h_Rr.split(rank, dim=1), b_er.split(sizes), strict=True)
@@ -92,18 +91,19 @@ def _sum(
 
 def _check(
     y_RE: Tensor,
-    gate_R: Tensor,
+    gate: Gate,
     h_RX: Tensor,
     b_Er: Tensor,
     sizes: tuple[int, ...],
     scaling: float | Tensor,
 ) -> None:
-    num, is_one = len(scaling) if isinstance(scaling, Tensor) else 1, not isinstance(scaling, Tensor)
+    num, gate_R = num_adapters_of(gate), gate_of(gate)
     assert len(sizes) <= MAX_PARTS and sum(sizes) == y_RE.shape[1], f"{sizes=} {y_RE.shape=}"
     assert num * sum(sizes) == len(b_Er), f"{num=} {sizes=} {b_Er.shape=}"
     assert h_RX.shape == (len(y_RE), num * len(sizes) * b_Er.shape[1]), (
         f"{h_RX.shape=} {sizes=} {b_Er.shape=}"
     )
     assert y_RE.stride(1) == b_Er.stride(1) == h_RX.stride(1) == 1, f"{y_RE.stride()=} {h_RX.stride()=}"
-    assert gate_R.dtype == (torch.bool if is_one else torch.uint8), f"{gate_R.dtype=} {scaling=}"
+    assert gate_R.dtype == (torch.uint8 if num > 1 else torch.bool), f"{gate_R.dtype=} {num=}"
     assert len(gate_R) == len(y_RE), f"{gate_R.shape=}"
+    assert not isinstance(scaling, Tensor) if num == 1 else isinstance(scaling, Tensor), f"{scaling=} {num=}"

@@ -243,7 +243,8 @@ def _adapter(
         return None, {"BLOCK_K": 16, "BLOCK_T": 1}
     (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
     assert gated and lora.sizes == (E, E) and len(lora.b_Er) == 2 * E, f"{gated=} {lora.sizes=} {E=}"
-    assert lora.gate_R.dtype == torch.bool and len(lora.gate_R) == num_rows, f"{lora.gate_R.shape=}"
+    assert isinstance(lora.gate, Tensor) and lora.gate.dtype == torch.bool, f"{lora.gate=}"
+    assert len(lora.gate) == num_rows, f"{lora.gate.shape=}"
     assert lora.b_Er.stride(1) == 1, f"{lora.b_Er.stride()=}"
     assert adds_lora(launch, num_rows, E, rank=rank), f"{launch=} {num_rows=} {E=} {rank=}"
     h_RX = x_RD.new_empty(num_rows, 2 * rank)
@@ -252,4 +253,4 @@ def _adapter(
         "BLOCK_T": triton.next_power_of_2(E // launch.block_e),
         **(rounds_as_written() if x_RD.dtype.itemsize == 2 else {}),
     }
-    return (lora.gate_R, h_RX, lora.b_Er, rank, lora.scaling, lora.b_Er.stride(0)), options
+    return (lora.gate, h_RX, lora.b_Er, rank, lora.scaling, lora.b_Er.stride(0)), options

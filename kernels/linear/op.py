@@ -42,7 +42,7 @@ class Linears:
         if lora is None:
             return y_RE
         y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
-        return expand_add(y_RE, lora.gate_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
+        return expand_add(y_RE, lora.gate, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
 
     def swiglu(
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
@@ -60,16 +60,17 @@ class Linears:
             product = replace(product, splits=launch.splits)
         y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=product, workspace=self._workspace)
         y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
-        return expand_swiglu(y_RE, lora.gate_R, h_RX, lora.b_Er, scaling=lora.scaling)
+        return expand_swiglu(y_RE, lora.gate, h_RX, lora.b_Er, scaling=lora.scaling)
 
     def _adds(self, launch: LinearLaunch | None, weight_ED: Weight, lora: GatedLora) -> bool:
         """Whether the SwiGLU's own kernel adds the adapter's part."""
-        is_one = not isinstance(lora.scaling, Tensor)
-        if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight) or not is_one:
+        if not isinstance(lora.gate, Tensor):
+            return False
+        if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
             return False
         from idlm.kernels.linear.launch import adds_lora
 
-        return adds_lora(launch, len(lora.gate_R), lora.sizes[0], rank=lora.b_Er.shape[1])
+        return adds_lora(launch, len(lora.gate), lora.sizes[0], rank=lora.b_Er.shape[1])
 
     def _launch(
         self, x_RD: Tensor, weight_ED: Weight, lora: GatedLora | None, *, gated: bool

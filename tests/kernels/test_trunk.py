@@ -321,7 +321,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types = Integers(dict.fromkeys(bf16, "*bf16"))
     types |= HEAD_TYPES
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
-    types |= {"gate_R": "*u8", "adapters": ("*fp64", "i32", "i32")}
+    types |= {"gate_R": "*i1", "adapters": ("*fp64", "i32", "i32", "*i64", "*i64")}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
     products |= {"STAGES": 1}
     of_kernels = {
@@ -337,8 +337,8 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         (qkv_rope_cache_kernel, 4, 9, True, {**heads, "BLOCK_J": 4, "BLOCK_h": 64}),
         (expand_kernel, WARPS, 11, False, {**products, "adapters": None, "out_RF": None}),
         (expand_kernel, WARPS, 12, False, {**products, "adapters": None}),
-        (expand_kernel, WARPS, 12, False, {**products, "out_RF": None}),
-        (expand_kernel, WARPS, 15, False, products),
+        (expand_kernel, WARPS, 10, False, {**products, "BLOCK_R": 32, "out_RF": None}),
+        (expand_kernel, WARPS, 14, False, {**products, "BLOCK_R": 32}),
     ):
         options = {"num_warps": warps, **rounds_as_written()}
         of_kernel = of_kernels.get(kernel, types)

@@ -23,8 +23,9 @@ from idlm.devices import free_cached_memory
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
+from idlm.infer.models.dense import DenseLayer, DenseTrunk
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.low_rank import LowRank
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
 from idlm.infer.selectors.path import PathSelector
@@ -68,7 +69,7 @@ def adapted(model: LoadedModel, rank: int, num_adapters: int = 1) -> Iterator[No
     for layer, low_rank in zip(trunk.layers, low_ranks, strict=True):
         assert isinstance(layer, DenseLayer)
         layer.lora = low_rank
-    trunk.is_adapted = rank > 0
+    trunk.num_adapters = num_adapters if rank else 0
     try:
         yield
     finally:

@@ -247,7 +247,7 @@ def timing_key(parts: EngineParts) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "options": {name: getattr(settings, name) for name in TIMED_SETTINGS},
         "modes": [asdict(mode) for mode in parts.decoder.modes],
-        "adapted": getattr(model.trunk, "is_adapted", False),
+        "adapters": getattr(model.trunk, "num_adapters", 0),
     }
 
 
@@ -257,7 +257,7 @@ MAX_THREADS = 16
 def is_plain(parts: EngineParts) -> bool:
     """Whether `step_on_meta` launches all that the engine's passes launch."""
     model, settings = parts.model, parts.settings
-    is_dense = model.spec.moe is None and not settings.is_lossy and not model.trunk.is_adapted
+    is_dense = model.spec.moe is None and not settings.is_lossy and not model.trunk.num_adapters
     appends = parts.decoder.kv_policy.kind == "append" and parts.stack is None
     return is_dense and appends and not settings.deterministic and model.device.type == "cuda"
 

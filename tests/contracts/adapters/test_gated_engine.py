@@ -117,10 +117,10 @@ def test_clean_rows_of_a_pass_are_bitwise_the_bases(
 
     def both(self: Runner, plan: StepPlan) -> WantedRows:
         nonlocal num_masks
-        trunk.is_adapted = False
+        trunk.num_adapters = 0
         within = plan.token_ids_R.masked_fill(plan.is_mask_R, 0)
         base_XV = plain(self, StepPlan(**{**fields_of(plan), "token_ids_R": within})).logits()
-        trunk.is_adapted = True
+        trunk.num_adapters = 1
         wanted = plain(self, plan)
         logits_XV = wanted.logits()
         is_mask_X = plan.is_mask_R[plan.logit_rows_X]

@@ -235,7 +235,7 @@ def in_one_kernel(
     is_mask: torch.Tensor,
     linears: Linears,
 ) -> torch.Tensor:
-    lora = GatedLora(b_Er=b, gate_R=is_mask, sizes=ADAPTED[name][0], scaling=1.7)
+    lora = GatedLora(b_Er=b, gate=is_mask, sizes=ADAPTED[name][0], scaling=1.7)
     return (linears.swiglu if name == "gate_up" else linears.linear)(x, weight, lora=lora)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, library_linear, runs_kernels
-from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, group_rows
 from idlm.kernels.linear import Fp8Weight, Linears, dequantised, linear, linear_swiglu, quantise_fp8
 from idlm.kernels.linear.launch import LinearLaunch, make_workspace, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
@@ -213,7 +213,7 @@ def check_gated_lora(draw: Draw) -> None:
 
 
 def check_several_adapters(draw: Draw) -> None:
-    """Rows of three adapters and of none side by side; h of another adapter than the row's is NaN."""
+    """Rows of three adapters and of none, each as by the op of its adapter; h of the others is NaN."""
     sizes, scalings = draw.random.choice([(48,), (40, 40), (96, 16, 16), (70, 70)]), (1.7, 0.3, -2.0)
     rank, width, rows, num = draw.size(4, 16, 24, 128), draw.size(96, 100, 1100), draw.num_rows, 3
     x, (y, memory) = draw.poisoned(rows, width)[0], draw.poisoned(rows, sum(sizes))
@@ -225,12 +225,12 @@ def check_several_adapters(draw: Draw) -> None:
         is_own, parts, factor = gate == number + 1, own_a.view(len(sizes), rank, width), scalings[number]
         true = gated_lora_reference(true, x, is_own, parts, own_b, sizes=sizes, scaling=factor)
         own_h[is_own] = library_linear(x[is_own], own_a)
-        # The op of one adapter, for the rows of this one.
         stock = expand_add(stock, is_own, own_h, own_b, sizes=sizes, scaling=factor)
-    factors, is_mask = torch.tensor(scalings, dtype=torch.float64, device=draw.device), gate > 0
+    factors = torch.tensor(scalings, dtype=torch.float64, device=draw.device)
+    groups, is_mask = group_rows(gate, num), gate > 0
     if len(sizes) == 2:
-        assert torch.equal(expand_swiglu(y, gate, h, b, scaling=factors), swiglu(stock))
-    assert torch.equal(expand_add(y, gate, h, b, sizes=sizes, scaling=factors), stock), f"{rows=} {rank=}"
+        assert torch.equal(expand_swiglu(y, groups, h, b, scaling=factors), swiglu(stock))
+    assert torch.equal(expand_add(y, groups, h, b, sizes=sizes, scaling=factors), stock), f"{rows=} {rank=}"
     assert memory[0].isnan().all() and memory[:, sum(sizes) :].isnan().all()
     if is_mask.any():
         assert_close(y[is_mask], stock[is_mask], true[is_mask], f"several_adapters {rows=} {rank=} {sizes=}")
@@ -310,7 +310,7 @@ class Adapted:
         x[-1] = NAN
         is_mask = torch.rand(rows, generator=draw.generator) < draw.random.choice([0.0, 0.4, 1.0])
         b, sizes = draw.tensor(2 * size, rank), (size, size)
-        lora = GatedLora(b_Er=b, gate_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
+        lora = GatedLora(b_Er=b, gate=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
         weight = draw.weight(2 * size + lora.num_ranks, width)
         bias = draw.tensor(len(weight)) if has_bias else None
         if bias is not None:
@@ -333,7 +333,7 @@ class Adapted:
         plain = linear_swiglu(self.x, weight, bias_E=bias, launch=self.launch)
         y = linear(self.x, weight, bias_E=bias, launch=self.launch)
         h = linear(self.x, self.weight[self.num_outputs :], launch=self.launch)
-        return plain, expand_swiglu(y, lora.gate_R, h, lora.b_Er, scaling=lora.scaling)
+        return plain, expand_swiglu(y, lora.gate, h, lora.b_Er, scaling=lora.scaling)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Results of torch in the dtype of `x` and in fp64."""
@@ -341,14 +341,14 @@ class Adapted:
         a = self.weight[self.num_outputs :].view(2, -1, self.x.shape[1])
         true = linear_reference(self.x.double(), weight, bias_E=bias)
         true = gated_lora_reference(
-            true, self.x.double(), lora.gate_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
+            true, self.x.double(), lora.gate, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
         )
         parts = zip(a, lora.b_Er.split(lora.sizes), strict=True)
         gain = lora.scaling * torch.cat(
             [library_linear(library_linear(self.x, one), b) for one, b in parts], dim=1
         )
         plain = library_linear(self.x, weight, bias_E=bias)
-        gate, up = torch.where(lora.gate_R[:, None], plain + gain, plain).chunk(2, dim=1)
+        gate, up = torch.where(lora.gate[:, None], plain + gain, plain).chunk(2, dim=1)
         return F.silu(gate) * up, swiglu_reference(true)
 
 
@@ -374,7 +374,7 @@ def check_linear_lora(draw: Draw, variant: int | None = None) -> None:
     assert memory[0].isnan().all() and memory[-1].isnan().all() and memory[:, out:].isnan().all(), what
     plain, separate = case.separate()
     if runs_kernels(x):
-        others = ~lora.gate_R[kept]
+        others = ~lora.gate[kept]
         assert torch.equal(bits(y[kept][others]), bits(plain[kept][others])), what
         # The interpreter's product is numpy's, whose order of sums follows the tile; fp32 on a GPU is fused.
         if draw.dtype.itemsize == 2 if x.is_cuda else launch.block_e == 64 and rank == 128:

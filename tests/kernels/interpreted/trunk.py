@@ -71,7 +71,7 @@ def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     weight, b = torch.zeros(2 * F + 2 * rank, D).half(), torch.zeros(2 * F, rank).half()
     x, is_mask = torch.zeros(rows, D).half(), torch.zeros(rows, dtype=torch.bool)
     lora, linears = (
-        GatedLora(b_Er=b, gate_R=is_mask, sizes=(F, F), scaling=1.0),
+        GatedLora(b_Er=b, gate=is_mask, sizes=(F, F), scaling=1.0),
         Linears(deterministic=True),
     )
     linears.swiglu(x, weight[: 2 * F])
