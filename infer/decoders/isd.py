@@ -27,11 +27,19 @@ from idlm.infer.decoders.base import (
     check_causal,
     plan_rows,
 )
-from idlm.infer.decoders.rejection import NO_ROW, SINGLE_BUFFER, DraftLayout, layouts, strategy_of
+from idlm.infer.decoders.rejection import (
+    NO_ROW,
+    SINGLE_BUFFER,
+    DraftBuffer,
+    DraftLayout,
+    layouts,
+    strategy_of,
+)
 from idlm.infer.selectors.base import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.prompt_lookup import LONGEST, look_up
 from idlm.kernels.sampling import Verdict, draft_probs, draw_stored, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
@@ -57,13 +65,16 @@ class IsdConfig:
     (1 is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
     reproduce a sampled answer, while its distribution stays the same; greedy answers are reproduced but for
     rounding. `acceptance=published` is the authors' argmax-draft rule, lossy. `selector`: draw drafts of mask
-    rows by the checkpoint's selector, if it has one and the rule is exact."""
+    rows by the checkpoint's selector, if it has one and the rule is exact. `prompt_lookup_min`: where at
+    least so many of the last tokens occurred before in the prompt or the answer, what followed there takes
+    the place of the drafts; 0: nowhere."""
 
     stride: int | None = None
     adaptive: bool = False
     rejection_strategy: str = "tree"
     acceptance: Literal["exact", "published"] = "exact"
     selector: bool = True
+    prompt_lookup_min: int = 0
 
 
 @DECODERS.register("isd")
@@ -148,6 +159,12 @@ class IsdDecoder(Decoder):
                 "IDLM-0402",
                 f"decoder.stride={self.stride} must be in [1, {MAX_STRIDE}]",
                 fix="give decoder.stride, 1 is AR",
+            )
+        if not 0 <= config.prompt_lookup_min <= LONGEST:
+            raise UserError(
+                "IDLM-0402",
+                f"decoder.prompt_lookup_min={config.prompt_lookup_min} must be in [0, {LONGEST}]",
+                fix="give a number of tokens, 0 looks nothing up",
             )
         if self.stride > 1 and semantics.draft_input is None:
             raise UserError(
@@ -259,13 +276,14 @@ class IsdDecoder(Decoder):
             rows_BJ = self._select(table, batch, plan, wanted, logits_XV, verdict, uniforms_BD)
         if self.selector is None or self._drafts_again[batch.mode]:
             put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
-        if batch.grammars is not None:
-            # What is drawn next is not masked: the tokens before it are not on the host yet.
-            candidates_MJC = self._candidates(logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
-            batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
-        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
+        is_found_B = self._look_up(table, plan) if self.config.prompt_lookup_min else None
+        if batch.grammars is not None:
+            # What is drawn next is not masked: the tokens before it are not on the host yet.
+            candidates_MJC = self._candidates(logits_XV, verdict, is_found_B, batch, uniforms_BD)
+            batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
+        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         self._score(lanes_B, verdict)
         return StepOutcome(
             token_ids_BJ=verdict.token_ids_BA,
@@ -309,13 +327,38 @@ class IsdDecoder(Decoder):
         self.selector.draw(table, batch, rows, self.draft_probs, self.drafts_ZJ)
         return other_rows_BJ
 
-    def _candidates(self, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor) -> Tensor:
+    def _look_up(self, table: SequenceState, plan: StepPlan) -> Tensor:
+        """Replace drafts by what followed the same tokens before, the newest included. Returns is_found_B.
+
+        Committed tokens decide alone, never the drafts that are replaced or what will test the others."""
+        lanes_B = plan.lanes_B
+        is_single_B = self.draft_buffer_Z[lanes_B] == SINGLE_BUFFER.index(self.num_masks)
+        return look_up(
+            table.tokens_ZL,
+            table.num_known_Z,
+            self.draft_probs,
+            lanes_B=lanes_B,
+            active_B=plan.samples_B & ~is_single_B,
+            minimum=self.config.prompt_lookup_min,
+            drafts_ZJ=self.drafts_ZJ,
+            layout_Z=self.draft_buffer_Z,
+            layout=DraftBuffer(self.num_masks).index(self.num_masks),
+        )
+
+    def _candidates(
+        self,
+        logits_XV: Tensor,
+        verdict: Verdict,
+        is_found_B: Tensor | None,
+        batch: Batch,
+        uniforms_BD: Tensor,
+    ) -> Tensor:
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
         draws from its stored distribution, or for one that takes the likeliest tokens these in falling order;
-        -1 where there is no row."""
+        -1 where there is no draft."""
         grammars, num_masks = batch.grammars, self.num_masks
         index_M = grammars.index_M
-        rows_MJ, uniforms_MQ = rows_BJ[index_M], uniforms_BD[index_M, 2 * num_masks + 1 :]
+        rows_MJ, uniforms_MQ = verdict.draft_rows_BJ[index_M], uniforms_BD[index_M, 2 * num_masks + 1 :]
         num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
         uniforms_MJC = uniforms_MQ.reshape(*rows_MJ.shape, num_candidates - 1)
         lanes_M = batch.lanes_B[index_M]
@@ -329,7 +372,10 @@ class IsdDecoder(Decoder):
             best_bJC = logits_XV[rows_MJ[best_b].clamp(min=0)].topk(num_candidates).indices
             # The draft is one of them, whatever the order of equal ones.
             ids_MJC[best_b, :, 1:] = best_bJC[:, :, 1:]
-        return torch.where(rows_MJ[:, :, None] >= 0, ids_MJC, NO_ROW)
+        is_draft_MJ = rows_MJ >= 0
+        if is_found_B is not None:
+            is_draft_MJ |= is_found_B[index_M, None]
+        return torch.where(is_draft_MJ[:, :, None], ids_MJC, NO_ROW)
 
     def replace_drafts(self, chosen: Tensor) -> None:
         lanes_b, index_b, ids_b = chosen.unbind(1)

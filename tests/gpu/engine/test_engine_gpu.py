@@ -223,6 +223,32 @@ def test_a_selector_of_drafts_leaves_the_law(tmp_path: Path, strategy: str) -> N
 
 
 @pytest.mark.usefixtures("on_the_gpu")
+@pytest.mark.parametrize("strategy", ["tree", "branch"])
+def test_looked_up_drafts_leave_the_law(tmp_path: Path, strategy: str) -> None:
+    toy = write_law_toy(tmp_path / "toy")
+    engine = build_engine(toy, "isd", stride=4, rejection_strategy=strategy, prompt_lookup_min=1)
+    settings = [((1, 3, 1), replace(NEUTRAL, temperature=each)) for each in (0.7, 1.0, 1.3)]
+    found = fits(toy, sample(engine, settings, 20_000))
+    assert not misfits(found, LEVEL), found
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+def test_graphs_look_up_the_drafts_of_eager_passes(tmp_path: Path) -> None:
+    """And greedy answers are those of AR."""
+    toy = engines.write_converted_toy(tmp_path / "toy")
+    prompts = [prompt * 3 for prompt in engines.prompts_of([5, 17, 9, 11])]
+    drawn = [SamplingParams(max_tokens=40, seed=seed, temperature=0.8, top_p=0.9) for seed in range(4)]
+    greedy = [SamplingParams(max_tokens=40, temperature=0)] * 4
+    expected = engines.build_engine(toy, "ar").generate(prompts, greedy)
+    found = {}
+    for graphs in ("on", "off"):
+        engine = engines.build_engine(toy, "isd", stride=4, graphs=graphs, prompt_lookup_min=2)
+        found[graphs] = engines.answers(engine.generate(prompts, drawn))
+        assert engines.answers(engine.generate(prompts, greedy)) == engines.answers(expected)
+    assert found["on"] == found["off"]
+
+
+@pytest.mark.usefixtures("on_the_gpu")
 def test_graphs_select_the_drafts_of_eager_passes(tmp_path: Path) -> None:
     """And greedy answers are those of AR."""
     toy = add_selector(engines.write_converted_toy(tmp_path / "toy"), vocab_size=48, width=32)

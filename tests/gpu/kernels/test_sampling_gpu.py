@@ -23,6 +23,7 @@ from tests.kernels.cases.sampling import (
 )
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
+from tests.kernels.drafts.lookups import check_lookups
 from tests.kernels.references.draft_walk import candidates_reference, walk_reference
 
 CASES_PER_SEED = 12
@@ -195,3 +196,9 @@ def test_sixteen_bits_draw_from_what_they_store() -> None:
         is_drawn_Z = drafts_ZJ[:, 0] >= 0
         counts_ZV[is_drawn_Z, drafts_ZJ[is_drawn_Z, 0]] += 1 / num
     assert (counts_ZV - q_ZJV[:, 0]).abs().max() <= 1.01 / num
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lookups_on_a_gpu(dtype: torch.dtype) -> None:
+    found = [check_lookups(seed, device="cuda", columns=5000, dtype=dtype) for seed in range(12)]
+    assert sum(found) > len(found)

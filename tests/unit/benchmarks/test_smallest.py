@@ -36,6 +36,11 @@ RUNS = {
         TINY + "canvas=48 answer=24 block=8 passes=3 blocks=2 rounds=1 caches=dual,prefix,delayed",
         {"step_ms", "refresh_ms", "speedup_over_none", "agreement_with_none"},
     ),
+    "engine.prompt_lookup": (
+        f"model={TINY_AR.parent}/tiny_idlm device=cpu prompts=ledger num=2 minimums=0,2 temperatures=0 "
+        "max_tokens=12 record=true",
+        {"tokens_per_forward", "first_draft_acceptance"},
+    ),
     "serving.answers": (TINY + "concurrency=2 tokens=4 rounds=2 top_p=0.9", {"output_tokens_per_s"}),
     "quality.law": ("draws=1000 device=cpu workers=1 lanes=256 faults=false cases=3-branch", {"p_value_min"}),
     "engine.soak": (
