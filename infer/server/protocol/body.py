@@ -28,6 +28,8 @@ IGNORED = frozenset(
 """Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""
+NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
+"""Why `is_json` does not hold."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "suffix": ("",),

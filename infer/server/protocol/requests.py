@@ -18,6 +18,7 @@ from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers import calls_grammar
 from idlm.infer.server.protocol.body import (
     MAX_NESTED,
+    NOT_JSON,
     Body,
     ConstraintFields,
     Text,
@@ -103,8 +104,7 @@ class Tool(Body):
         """Also text that cannot be encoded, and arguments that are none."""
         super().check(location)
         if not is_json(self.plain()):
-            rule = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
-            raise FieldError(location.removesuffix("."), rule)
+            raise FieldError(location.removesuffix("."), NOT_JSON)
         kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             rule = f"arguments are an object, not of type {kind!r}"

@@ -11,7 +11,15 @@ from pydantic import Field, PrivateAttr, TypeAdapter
 
 from idlm.contracts import SamplingParams
 from idlm.infer.server.errors import ApiError, FieldError
-from idlm.infer.server.protocol.body import Body, NamedSchema, ResponseFormat, Text, Unicode
+from idlm.infer.server.protocol.body import (
+    NOT_JSON,
+    Body,
+    NamedSchema,
+    ResponseFormat,
+    Text,
+    Unicode,
+    is_json,
+)
 from idlm.infer.server.protocol.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -100,15 +108,24 @@ class Item(Body):
         return ChatMessage.model_construct(**fields)
 
     def listed(self) -> dict[str, Any]:
-        """The item as it is stored and listed: with an id, and text of messages in parts."""
+        """The item as it is stored and listed: with an id, text of messages in parts, and nothing else that a
+        client has sent, which may be no JSON."""
         kind, is_answer = self.type or "message", self.role == "assistant"
-        given = self.model_dump(exclude_none=True)
-        item = {"id": new_id(KINDS[kind][0]), "type": kind, "status": "completed"} | given
+        prefix, *names = KINDS[kind]
+        fields = {name: getattr(self, name) for name in names}
         if isinstance(self.content, str):
-            item["content"] = [{"type": "output_text" if is_answer else "input_text", "text": self.content}]
-        for part in item["content"] if is_answer else ():
-            part.setdefault("annotations", [])
-        return item
+            text_type = {"reasoning": "reasoning_text"}.get(
+                kind, "output_text" if is_answer else "input_text"
+            )
+            fields["content"] = [ItemPart(type=text_type, text=self.content)]
+        more: dict[str, Any] = {"annotations": []} if is_answer else {}
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = [{"type": part.type, "text": part.text, **more} for part in value]
+        if kind == "reasoning":
+            fields["summary"] = fields["summary"] or []
+        about = {"id": self.id or new_id(prefix), "type": kind, "status": self.status or "completed"}
+        return about | {name: value for name, value in fields.items() if value is not None}
 
 
 KINDS = {
@@ -186,6 +203,8 @@ class ResponseRequest(SamplingFields):
         has_logprobs = LOGPROBS in (self.include or ())
         form, choice = self.text.format if self.text else None, cast(Any, self.tool_choice)
         schema = None if form is None or form.schema_ is None else form
+        if not is_json(form and form.model_dump()):
+            raise FieldError("text.format", NOT_JSON)
         if self.top_logprobs and not has_logprobs:
             raise FieldError("top_logprobs", f"needs include=[{LOGPROBS!r}]")
         if isinstance(choice, FlatChoice):
@@ -224,7 +243,10 @@ class ResponseRequest(SamplingFields):
 
     def described(self, params: SamplingParams) -> dict[str, Any]:
         """What a response repeats of its request, and the settings that acted."""
-        given = self.model_dump(by_alias=True, exclude_none=True, include={"text", "tool_choice", "tools"})
+        given, choice = (
+            self.model_dump(by_alias=True, exclude_none=True, include={"text", "tools"}),
+            self.tool_choice,
+        )
         return {
             "background": False,
             "instructions": self.instructions,
@@ -236,7 +258,9 @@ class ResponseRequest(SamplingFields):
             "store": self.store is not False,
             "temperature": params.temperature,
             "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
-            "tool_choice": given.get("tool_choice", "auto"),
+            "tool_choice": {"type": "function", "name": choice.name}
+            if isinstance(choice, FlatChoice)
+            else choice or "auto",
             "tools": given.get("tools", []),
             "top_logprobs": params.logprobs,
             "top_p": params.top_p,

@@ -272,6 +272,29 @@ def test_items_that_are_parts_of_an_answer_are_one_turn() -> None:
     ]
 
 
+def test_what_a_client_adds_to_items_is_not_stored(server: Running) -> None:
+    """It may hold numbers that JSON has not."""
+    huge = {"annotations": [float("inf")], "logprobs": [float("inf")], "cache_control": float("inf")}
+    parts = [{"type": "output_text", "text": "So", **huge}]
+    spoken = {
+        "role": "assistant",
+        "content": parts,
+        "phase": "commentary",
+        "cache_control": {"a": float("inf")},
+    }
+    thought = {"type": "reasoning", "content": "why"}
+    choice = {"type": "function", "name": "town", "cache_control": float("inf")}
+    body = {"input": [thought, spoken], "tools": TOOLS, "tool_choice": choice}
+    made = server.client.post(
+        PATH, content=json.dumps(body), headers={"content-type": "application/json"}
+    ).json()
+    page = server.client.get(f"{PATH}/{made['id']}/input_items?order=asc").json()
+    ResponseItemList.model_validate(page, strict=True)
+    assert made["tool_choice"] == {"type": "function", "name": "town"}
+    assert texts_of(page["data"]) == {"reasoning": "why", "message": "So"}
+    assert page["data"][1]["content"] == [{"type": "output_text", "text": "So", "annotations": []}]
+
+
 def test_stored_responses_are_bounded_by_their_size() -> None:
     response = {"output": [{"type": "message", "content": "x" * 50}]}
     store = ResponseStore(3 * len(dump([{"id": "a", **response}])))
