@@ -112,7 +112,11 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "options", "maximum"),
-    [("ar", {}, 45), ("isd", {"stride": 4, "prompt_lookup_min": 4}, 46), ("isd", {"stride": 4, "adaptive": True}, 58)],
+    [
+        ("ar", {}, 45),
+        ("isd", {"stride": 4, "prompt_lookup_min": 4}, 46),
+        ("isd", {"stride": 4, "adaptive": True}, 58),
+    ],
     ids=str,
 )
 def test_few_passes_tell_all_variants_that_a_warm_up_needs(

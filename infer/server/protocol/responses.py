@@ -243,10 +243,10 @@ class ResponseRequest(SamplingFields):
 
     def described(self, params: SamplingParams) -> dict[str, Any]:
         """What a response repeats of its request, and the settings that acted."""
-        given, choice = (
-            self.model_dump(by_alias=True, exclude_none=True, include={"text", "tools"}),
-            self.tool_choice,
-        )
+        given = self.model_dump(by_alias=True, exclude_none=True, include={"text", "tools"})
+        choice: Any = self.tool_choice or "auto"
+        if isinstance(choice, FlatChoice):
+            choice = {"type": "function", "name": choice.name}
         return {
             "background": False,
             "instructions": self.instructions,
@@ -258,9 +258,7 @@ class ResponseRequest(SamplingFields):
             "store": self.store is not False,
             "temperature": params.temperature,
             "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
-            "tool_choice": {"type": "function", "name": choice.name}
-            if isinstance(choice, FlatChoice)
-            else choice or "auto",
+            "tool_choice": choice,
             "tools": given.get("tools", []),
             "top_logprobs": params.logprobs,
             "top_p": params.top_p,

@@ -116,7 +116,8 @@ class ResponseReply(ChatReply):
             if name == "content":
                 part |= {"annotations": [], "logprobs": []}
                 item = {"type": "message", "id": new_id("msg"), "role": "assistant"}
-            yield self._begun(item | {"content": []})
+            self._items.append(item | {"content": []})
+            yield self._item("added", "in_progress")
             self._items[-1]["content"].append(part)
             yield "content_part.added", {**self._where, "content_index": 0, "part": part}
         self._pieces.append(text)
@@ -138,33 +139,29 @@ class ResponseReply(ChatReply):
         yield f"{part['type']}.done", {**where, "text": part["text"], **scores}
         yield "content_part.done", {**where, "part": part}
         self._open = ""
-        yield self._done(status)
+        yield self._item("done", status)
 
     def _called(self, call: dict[str, Any]) -> Iterator[Event]:
         """A part of a call: its name, or its arguments, which come whole."""
         if "id" in call:
             yield from self._close()
             about = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "arguments": ""}
-            yield self._begun(about | {"name": call["function"]["name"]})
+            self._items.append(about | {"name": call["function"]["name"]})
+            yield self._item("added", "in_progress")
             return
         item, text = self._items[-1], call["function"]["arguments"]
         yield "function_call_arguments.delta", {**self._where, "delta": text}
         item["arguments"] = text
         yield "function_call_arguments.done", {**self._where, "name": item["name"], "arguments": text}
-        yield self._done("completed")
+        yield self._item("done", "completed")
 
     @property
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _begun(self, item: dict[str, Any]) -> Event:
-        item["status"] = "in_progress"
-        self._items.append(item)
-        return "output_item.added", {"output_index": len(self._items) - 1, "item": item}
-
-    def _done(self, status: str) -> Event:
+    def _item(self, what: str, status: str) -> Event:
         self._items[-1]["status"] = status
-        return "output_item.done", {"output_index": len(self._items) - 1, "item": self._items[-1]}
+        return f"output_item.{what}", {"output_index": len(self._items) - 1, "item": self._items[-1]}
 
     def _lines(self, events: Iterable[Event]) -> bytes:
         """Events as they are sent, with their numbers."""
