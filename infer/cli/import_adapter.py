@@ -26,9 +26,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "noise_range": [1, 151_669],
         "acceptance": [0.78] * 15,
     },
+    "uno_k2_horizon_7b": {"gated": True, "stride": 4, "noise_range": [1, 250_624]},
+    "uno_k2_horizon_0_9b": {"gated": True, "stride": 8, "noise_range": [1, 64_256]},
     "idlm_qwen3_8b": {"gated": True, "stride": 4, "mask_token_id": 151_669},
 }
-"""What the authors' code does with s-sahoo/uno-qwen3-8B, and with yifanyu/I-DLM-8B-lora-r128."""
+"""What the authors' code does with s-sahoo/uno-qwen3-8B, IFM/K2-Horizon-7B-Uno and IFM/K2-Horizon-0.9B-Uno,
+and with yifanyu/I-DLM-8B-lora-r128."""
 SAFETENSORS, PICKLES = "adapter_model*.safetensors", "adapter_model*.bin"
 
 

@@ -74,6 +74,8 @@ class Variant:
     """Norms of what both add to the residual."""
     norm_offset: float | None = None
     """Norm weights are fp32, and this more than in the checkpoint; None: they have the model's dtype."""
+    norm_groups: int = 1
+    """Equal parts of a row that input norms and the final norm normalise each on its own."""
     embed_scale: float = 1.0
     """Factor of embeddings, rounded to the model's dtype."""
     residual_scale: float = 1.0
@@ -196,14 +198,14 @@ class Shards:
         return partial
 
     def add_rms_norm(
-        self, x_RD: Tensor, residual_RD: Tensor | None, weight_D: Tensor, *, eps: float
+        self, x_RD: Tensor, residual_RD: Tensor | None, weight_D: Tensor, *, eps: float, groups: int = 1
     ) -> tuple[Tensor, Tensor]:
         """`add_rms_norm` of the sum of `x_RD` over ranks; without a residual, of `x_RD`, which all hold."""
         if residual_RD is None or self.size == 1:
-            return add_rms_norm(x_RD, residual_RD, weight_D, eps=eps)
-        if self.boxes is not None and self.boxes.holds(x_RD):
+            return add_rms_norm(x_RD, residual_RD, weight_D, eps=eps, groups=groups)
+        if groups == 1 and self.boxes is not None and self.boxes.holds(x_RD):
             return peer_sum_rms_norm(x_RD, residual_RD, weight_D, eps=eps, boxes=self.boxes)
-        return add_rms_norm(self.sum(x_RD), residual_RD, weight_D, eps=eps)
+        return add_rms_norm(self.sum(x_RD), residual_RD, weight_D, eps=eps, groups=groups)
 
     def gather(self, part_XV: Tensor, num_columns: int) -> Tensor:
         """The columns of all ranks [X, num_columns], where each holds those of `part(num_columns)`."""

@@ -201,7 +201,7 @@ def add_and_norm(
         sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
         return sum_RD, sum_RD
     add = add_rms_norm if spec.variant.has_output_norms else shards.add_rms_norm
-    return add(x_RD, residual_RD, norm_D, eps=spec.norm_eps)
+    return add(x_RD, residual_RD, norm_D, eps=spec.norm_eps, groups=spec.variant.norm_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

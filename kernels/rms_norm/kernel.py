@@ -1,4 +1,5 @@
-"""The Triton kernel of residual addition and RMSNorm: one program per row, each element read once.
+"""The Triton kernel of residual addition and RMSNorm: one program per row, or per group of its columns, each
+element read once.
 
 R rows, D width."""
 
@@ -10,16 +11,17 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_RD, residual_RD, weight_D, normed_RD, strides, D, eps, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+    x_RD, residual_RD, weight_D, normed_RD, strides, D, groups, eps, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):
-    """normed = rms_norm(x + residual) * weight of one row; the sum replaces the residual, if there is one.
-    `strides`: of rows of x, the residual and the result."""
+    """normed = rms_norm(x + residual) * weight of one group of D columns of a row; the sum replaces the
+    residual, if there is one. `strides`: of rows of x, the residual and the result."""
     stride_x, stride_residual, stride_normed = strides
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    o_column = tl.arange(0, BLOCK_D)
-    m_column = o_column < D
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    o_own = tl.arange(0, BLOCK_D)
+    m_column = o_own < D
+    o_column = tl.program_id(0) % groups * D + o_own
     weight = tl.load(weight_D + o_column, mask=m_column, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()

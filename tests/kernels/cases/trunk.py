@@ -108,23 +108,23 @@ def check_rms_norm(draw: Draw) -> None:
     residual, memory = draw.poisoned(rows, width)
     weight = draw.tensor(width)
     weight = weight.float() if draw.flag() else weight
-    poisoned = rows // 2 if rows > 1 else None
-    if poisoned is not None:
+    poisoned = rows // 2 if rows > 1 else -1
+    if rows > 1:
         x[poisoned] = NAN
-    kept = torch.arange(rows, device=draw.device) != (-1 if poisoned is None else poisoned)
-    adds = draw.flag()
-    before = residual.clone()
-    true, true_sum = add_rms_norm_reference(x.double(), before if adds else None, weight, eps=1e-6)
-    plain_sum = x + before if adds else x
-    plain = F.rms_norm(plain_sum.float(), (width,), eps=1e-6).to(weight.dtype) * weight
-    plain = plain.to(draw.dtype)
-    normed, total = add_rms_norm(x, residual if adds else None, weight, eps=1e-6)
+    kept = torch.arange(rows, device=draw.device) != poisoned
+    adds, num = draw.flag(), 4 if draw.flag() else 1
+    before = residual.clone() if adds else None
+    true, true_sum = add_rms_norm_reference(x.double(), before, weight, eps=1e-6, groups=num)
+    plain_sum = x if before is None else x + before
+    plain = F.rms_norm(plain_sum.float().unflatten(1, (num, -1)), (width // num,), eps=1e-6).flatten(1)
+    plain = (plain.to(weight.dtype) * weight).to(draw.dtype)
+    normed, total = add_rms_norm(x, residual if adds else None, weight, eps=1e-6, groups=num)
     assert total.data_ptr() == (residual if adds else x).data_ptr()
     assert torch.equal(total[kept], plain_sum[kept])
     assert_close(normed[kept], plain[kept], true[kept], f"rms_norm {rows=} {width=}")
     assert true_sum.shape == total.shape
     assert memory[0].isnan().all() and memory[:, width:].isnan().all()
-    alone, _ = add_rms_norm(x[:1], before[:1].clone() if adds else None, weight, eps=1e-6)
+    alone = add_rms_norm(x[:1], before[:1] if adds else None, weight, eps=1e-6, groups=num)[0]
     assert torch.equal(alone, normed[:1])
 
 

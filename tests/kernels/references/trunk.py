@@ -78,13 +78,16 @@ def qkv_rope_cache_reference(
 
 
 def add_rms_norm_reference(
-    x_RD: Tensor, residual_RD: Tensor | None, weight_D: Tensor, *, eps: float
+    x_RD: Tensor, residual_RD: Tensor | None, weight_D: Tensor, *, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
     """(normed, residual), neither rounded."""
     dtype = torch.float64 if x_RD.dtype == torch.float64 else torch.float32
     sum_RD = x_RD.to(dtype) if residual_RD is None else x_RD.to(dtype) + residual_RD.to(dtype)
-    size_R1 = sum_RD.square().mean(dim=-1, keepdim=True)
-    return sum_RD / (size_R1 + eps).sqrt() * weight_D.to(dtype), sum_RD
+    size_RD = torch.cat(
+        [part.square().mean(dim=-1, keepdim=True).expand_as(part) for part in sum_RD.chunk(groups, dim=1)],
+        dim=1,
+    )
+    return sum_RD / (size_RD + eps).sqrt() * weight_D.to(dtype), sum_RD
 
 
 def swiglu_reference(gate_up_RE: Tensor) -> Tensor:
