@@ -46,9 +46,7 @@ NUM_TESTS = 80
 LEVEL = FAMILY_LEVEL / NUM_TESTS
 CASES = [
     *((4, name) for name in STRATEGIES.names()),
-    (2, "cold"),
     (2, "alternate"),
-    (3, "tree"),
     (3, "branch"),
     (4, "branch_2"),
     (5, "branch_3"),

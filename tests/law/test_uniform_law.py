@@ -34,7 +34,6 @@ SETTINGS = ((PROMPT, NEUTRAL), (PROMPT, replace(NEUTRAL, temperature=0.7, top_p=
 LOOKS = 1_000, 6_000
 CASES = [(4, name) for name in STRATEGIES.names()] + [
     (2, "cold"),
-    (3, "tree"),
     (3, "branch"),
     (4, "branch_2"),
 ]

@@ -195,7 +195,7 @@ def _fail(schedule: object) -> None:
 
 
 @pytest.mark.sweep_but("mage")
-@pytest.mark.parametrize("stack", STACKS[1:], ids="+".join)
+@pytest.mark.parametrize("stack", [*STACKS[1:5], ("focus", "mage")], ids="+".join)
 def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
     toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
 ) -> None:
@@ -225,7 +225,7 @@ def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards])
+@pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards][:2])
 def test_ranks_list_slots_for_their_own_heads(toys: dict[str, Path], name: str) -> None:
     settings: dict[str, Any] = {**TOGETHER, **STRATEGY, "accelerators": thinly((name,)), "num_pages": 30}
     expected = tokens(engine_of(toys, **settings).generate(PROMPTS, PARAMS))

@@ -24,7 +24,6 @@ from tests.numerics.test_family_parity import BLOCK, MASK, Logits, SlowReference
 DELETE, SPLIT = EDIT_IDS = (91, 92)
 MODES: dict[str, dict[str, Any]] = {
     "edits": {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.2},
-    "no edits of tokens": {"strategy": "low_confidence_static", "steps": 3},
     "sequential": {"strategy": "sequential", "max_edit_passes": 2},
     "one late pass": {"strategy": "low_confidence_dynamic", "edit_threshold": 0.2, "max_edit_passes": 1},
 }

@@ -29,7 +29,6 @@ LEVEL = 1e-6 / 512
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
     *(("isd", {"stride": 4, "rejection_strategy": name}) for name in (*STRATEGIES.names(), "branch_2")),
-    ("isd", {"stride": 2, "rejection_strategy": "cold"}),
     ("isd", {"stride": 3, "rejection_strategy": "branch"}),
     ("isd", {"stride": 4, "rejection_strategy": "tree", "graphs": "on", "num_inflight_steps": 3}),
     ("isd", {"stride": 4, "adaptive": True}),

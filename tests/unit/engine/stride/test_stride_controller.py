@@ -223,7 +223,7 @@ def test_requests_are_sorted_by_what_they_accept() -> None:
 
 
 @pytest.mark.sweep_but("3-False")
-@pytest.mark.parametrize(("num_inflight_steps", "fails"), [(0, False), (3, False), (0, True)])
+@pytest.mark.parametrize(("num_inflight_steps", "fails"), [(3, False), (0, True)])
 def test_drafts_from_verification_rows_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_inflight_steps: int, fails: bool
 ) -> None:
