@@ -24,20 +24,19 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_family_converts_and_decodes(family: str, tmp_path: Path) -> None:
+def test_a_model_of_experts_converts_and_decodes(tmp_path: Path) -> None:
     import transformers
 
     base, output = tmp_path / "base", tmp_path / "out"
     base.mkdir()
     save_tokenizer(base)
-    config = tiny_config(family) | {"vocab_size": 192} | (MOE if family == "qwen3_moe" else {})
+    config = tiny_config("qwen3_moe") | {"vocab_size": 192} | MOE
     random_model(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
     assert cli.main(["dry_run=true", *arguments(base, output, **{"train.stages": STAGES})]) == 0
     assert cli.main(arguments(base, output, **{"train.stages": STAGES, "report.enabled": "true"})) == 0
 
     stock = transformers.AutoModelForCausalLM.from_pretrained(output)
-    assert stock.config.model_type == family
+    assert stock.config.model_type == "qwen3_moe"
     greedy = SamplingParams(temperature=0, max_tokens=24)
     ar = Engine.from_pretrained(output, "ar", device="cpu").generate(PROMPTS, greedy)
     isd = Engine.from_pretrained(output, device="cpu").generate(PROMPTS, greedy)
