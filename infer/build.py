@@ -118,14 +118,15 @@ def read_checkpoint(
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
-    _check_drafts(outline.adapters, decoder)
+    if len(outline.adapters) > 1:
+        _check_drafts(outline.adapters, decoder)
     if decoder.takes_selector and outline.semantics.selector is not None:
         SELECTORS.get(outline.semantics.selector).check(Path(path), outline.spec)
     return outline, decoder
 
 
 def _check_drafts(adapters: tuple[Adapter, ...], decoder: Decoder) -> None:
-    """Raise UserError IDLM-0626 for adapters that the decoder cannot draft with in one pass."""
+    """Raise UserError IDLM-0626 for several adapters that the decoder cannot draft with in one pass."""
     stride = max(mode.stride for mode in decoder.modes) if decoder.kv_policy.has_drafts else 1
     for adapter in adapters[1:]:
         trained = adapter.semantics.stride
@@ -137,7 +138,7 @@ def _check_drafts(adapters: tuple[Adapter, ...], decoder: Decoder) -> None:
                 fix=f"give decoder.stride={trained}, which all of them reach, or leave that adapter out",
             )
     selecting = [str(adapter.directory) for adapter in adapters if adapter.semantics.selector is not None]
-    if len(adapters) > 1 and selecting and decoder.takes_selector:
+    if selecting and decoder.takes_selector:
         raise UserError(
             "IDLM-0626",
             f"{some_of(selecting)} has a selector of drafts, which several adapters cannot share",

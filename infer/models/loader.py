@@ -84,7 +84,8 @@ def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards
         kv_scales = fp8.read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
-    add_adapters(trunk, outline.adapters, names, outline.semantics.mask_token_id)
+    if outline.adapters:
+        add_adapters(trunk, outline.adapters, names, outline.semantics.mask_token_id)
     return LoadedModel(
         trunk=trunk.eval(),
         spec=spec,
@@ -144,7 +145,8 @@ def read_outline(
     empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
     weights.check(targets, files, ignored)
-    check_adapters(empty, opened, names)
+    if opened:
+        check_adapters(empty, opened, names)
     return Outline(
         directory=directory,
         adapters=opened,
