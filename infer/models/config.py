@@ -112,8 +112,8 @@ class ConfigReader:
 def dense_spec(
     config: dict[str, Any],
     *,
-    qkv_bias: bool,
-    o_bias: bool,
+    qkv_bias: bool | None = None,
+    o_bias: bool | None = None,
     mlp_bias: bool = False,
     qk_norm: bool = False,
     default_norm_eps: float = 1e-6,
@@ -126,8 +126,9 @@ def dense_spec(
 ) -> ModelSpec:
     """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults,
     and `reads` names fields of `MUST_BE_NULL` that it reads itself, and LONG_ROPE if it may have that.
-    `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
-    reader = ConfigReader(config)
+    `qkv_bias` and `o_bias` None are the config's `attention_bias`, `default_head_dim` None is width / heads.
+    With `default_rope_theta` None the config must give the base."""
+    reader, has_bias = ConfigReader(config), bool(config.get("attention_bias"))
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
@@ -153,8 +154,8 @@ def dense_spec(
         norm_eps=reader.positive_float("rms_norm_eps", default_norm_eps),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
+        qkv_bias=has_bias if qkv_bias is None else qkv_bias,
+        o_bias=has_bias if o_bias is None else o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         tie_embeddings=reader.flag("tie_word_embeddings"),

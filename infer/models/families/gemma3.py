@@ -36,7 +36,6 @@ class Gemma3(Family):
         positions = reader.integer("max_position_embeddings", 131_072, maximum=float("inf"))
         numbers = _windowed_layers(reader)
         reader.check()
-        has_bias = bool(config.get("attention_bias"))
         variant = Variant(
             has_output_norms=True,
             norm_offset=1.0,
@@ -50,8 +49,6 @@ class Gemma3(Family):
         whole, windowed = (
             dense_spec(
                 {**own, "rope_parameters": _rope(config, kind)},
-                qkv_bias=has_bias,
-                o_bias=has_bias,
                 qk_norm=True,
                 default_head_dim=256,
                 variant=variant,

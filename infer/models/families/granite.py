@@ -19,11 +19,8 @@ class Granite(Family):
         reader = ConfigReader(config)
         embed, residual, score, divisor = (reader.positive_float(name, 1.0) for name in MULTIPLIERS)
         reader.check()
-        has_bias = bool(config.get("attention_bias"))
         return dense_spec(
             config,
-            qkv_bias=has_bias,
-            o_bias=has_bias,
             mlp_bias=bool(config.get("mlp_bias")),
             default_rope_theta=EARLY_ROPE_THETA,
             variant=Variant(

@@ -32,14 +32,8 @@ class Llama(Family):
         if config.get("model_type") == "exaone":
             reader.problems.append("model_type='exaone' (supported: models with the tensor names of Llama)")
         reader.check()
-        has_bias = bool(config.get("attention_bias"))
-        return dense_spec(
-            config,
-            qkv_bias=has_bias,
-            o_bias=has_bias,
-            mlp_bias=bool(config.get("mlp_bias")),
-            default_rope_theta=EARLY_ROPE_THETA,
-        )
+        mlp_bias = bool(config.get("mlp_bias"))
+        return dense_spec(config, mlp_bias=mlp_bias, default_rope_theta=EARLY_ROPE_THETA)
 
 
 @FAMILIES.register("MistralForCausalLM")

@@ -11,14 +11,9 @@ from idlm.infer.models.config import dense_spec
 
 @FAMILIES.register("Olmo2ForCausalLM")
 class Olmo2(Family):
-    """`attention_bias` covers all four projections of attention."""
-
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        has_bias = bool(config.get("attention_bias"))
         variant = Variant(
             is_qk_norm_whole=True, has_input_norms=False, has_output_norms=True, norm_offset=0.0
         )
-        return dense_spec(
-            config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, default_norm_eps=1e-5, variant=variant
-        )
+        return dense_spec(config, qk_norm=True, default_norm_eps=1e-5, variant=variant)

@@ -46,11 +46,7 @@ class FastDllm(Qwen2):
 class Qwen3(Family):
     @classmethod
     def spec(cls, config: dict[str, Any], moe: MoeSpec | None = None) -> ModelSpec:
-        """`attention_bias` covers all four projections of attention."""
-        has_bias = bool(config.get("attention_bias"))
-        return dense_spec(
-            config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, default_head_dim=128, moe=moe
-        )
+        return dense_spec(config, qk_norm=True, default_head_dim=128, moe=moe)
 
 
 @FAMILIES.register("Qwen3MoeForCausalLM")

@@ -22,11 +22,8 @@ class SmolLM3(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        has_bias = bool(config.get("attention_bias"))
         spec = dense_spec(
             {"tie_word_embeddings": True, **config},
-            qkv_bias=has_bias,
-            o_bias=has_bias,
             mlp_bias=bool(config.get("mlp_bias")),
             default_rope_theta=ROPE_THETA,
         )
