@@ -85,14 +85,14 @@ def _decoder(name: str, options: dict[str, Any]) -> Decoder:
         return chosen(chosen.Config(**options), Semantics(mask_token_id=151_935, stride=2))
 
 
-def _parts(name: str, options: dict[str, Any]) -> EngineParts:
+def _parts(name: str, options: dict[str, Any], *, deterministic: bool) -> EngineParts:
     """What `step_on_meta` reads of an engine of Qwen3-8B's shape."""
     config = {**MODELS["qwen3-8b"], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
     spec = FAMILIES.get("Qwen3ForCausalLM").spec({**config, "tie_word_embeddings": False})
     settings = check_options(
         name, {"warmup": "full", "graphs": "on", "max_num_batched_tokens": PROMPT_ROWS, "page_size": 16}
     ).settings
-    settings = replace(settings, max_num_seqs=LIMITS[0], max_length=LIMITS[1])
+    settings = replace(settings, max_num_seqs=LIMITS[0], max_length=LIMITS[1], deterministic=deterministic)
     device = torch.device("meta")
     model = LoadedModel(
         trunk=make_trunk(replace(spec, num_layers=1), device=device, dtype=torch.bfloat16),
@@ -111,19 +111,21 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "options", "maximum"),
+    ("name", "options", "deterministic", "maximum"),
     [
-        ("ar", {}, 45),
-        ("isd", {"stride": 4, "prompt_lookup_min": 4}, 46),
-        ("isd", {"stride": 4, "adaptive": True}, 58),
+        ("ar", {}, False, 45),
+        ("ar", {}, True, 55),
+        ("isd", {"stride": 4, "prompt_lookup_min": 4}, False, 46),
+        ("isd", {"stride": 4, "adaptive": True}, False, 58),
+        ("isd", {"stride": 4, "adaptive": True}, True, 65),
     ],
     ids=str,
 )
 def test_few_passes_tell_all_variants_that_a_warm_up_needs(
-    name: str, options: dict[str, Any], maximum: int, compiled: Counter[str]
+    name: str, options: dict[str, Any], deterministic: bool, maximum: int, compiled: Counter[str]
 ) -> None:
     with only_compiled():
-        _check_variants(_parts(name, options), maximum, compiled)
+        _check_variants(_parts(name, options, deterministic=deterministic), maximum, compiled)
 
 
 def _check_variants(parts: EngineParts, maximum: int, compiled: Counter[str]) -> None:

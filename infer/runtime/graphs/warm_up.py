@@ -259,7 +259,7 @@ def is_plain(parts: EngineParts) -> bool:
     model, settings = parts.model, parts.settings
     is_dense = model.spec.moe is None and not settings.is_lossy and not model.trunk.num_adapters
     appends = parts.decoder.kv_policy.kind == "append" and parts.stack is None
-    return is_dense and appends and not settings.deterministic and model.device.type == "cuda"
+    return is_dense and appends and model.device.type == "cuda"
 
 
 def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> StaticStep:
