@@ -26,7 +26,14 @@ APART_BLOCKS = 64
 in 36 layers at 256 sequences (one H200). The host's bound is twice to four times the slots that there are."""
 SPLIT_SLOTS = 256
 """Slots of the first fixed splits. One of 64 or 128 leaves more parts to add: 15.4 and 13.8 us in place of
-11.9 at 4 sequences of 1,088 slots, 21.0 and 19.1 in place of 18.0 at one of 8,192 (one H100)."""
+11.9 at 4 sequences of 1,088 slots, 21.0 and 19.1 in place of 18.0 at one of 8,192, but 6.4 and 6.2 in place
+of 7.5 at one of 1,088 (one H100)."""
+TALL_HEAD = 128
+"""Padded head dim for which deterministic bfloat16 rows also have tiles of 64 and 128 packed rows, with the
+bits of lower ones (tests/gpu): 110 in place of 140 us at 64 sequences of 1,088 slots, 15 rows (one H100)."""
+FIXED_STAGES = {16: (3, 7), 32: (3, 7), 64: (2, 5), 128: (3, 3)}
+"""Of deterministic rows, by the packed rows of a tile: with two programs of a multiprocessor (of 128 rows one
+fits), and the most that fit. wgmma, which multiplies from 64 rows on, has two more blocks under way."""
 FULL_TILES = 0.75
 """Tiles for each multiprocessor from which a tile has one item, without parts: 26.9 in place of 30.4 us at 16
 sequences of 1,088 slots (one H100)."""
@@ -167,24 +174,33 @@ def _fixed_launch(
 ) -> Launch:
     """Of deterministic rows. Their bits follow `block_n` and the splits, which are those of the heads; tile,
     warps, pipeline and items follow the load."""
-    is_wide, is_long = shape.dtype == torch.float32, max_slots > WHOLE_SLOTS
+    is_wide, is_long, is_full = (
+        shape.dtype == torch.float32,
+        max_slots > WHOLE_SLOTS,
+        tiles_per_sm >= FULL_TILES,
+    )
     height = 16 if is_wide or packed <= 16 else 32
+    if shape.dtype == torch.bfloat16 and padded_head(shape.head_dim) == TALL_HEAD:
+        # Where two tiles of a sequence do not run at once, they do not meet in the cache.
+        is_apart = packed > 32 and (tiles_per_sm > 1 or (is_full and is_long))
+        height = 128 if packed > 64 else 64 if is_apart else height
     block_m = max(height, triton.next_power_of_2(shape.group))
-    is_full, is_one = tiles_per_sm >= FULL_TILES, packed <= block_m
     # One program of a multiprocessor loads as far ahead as fits.
-    is_deep = is_full and tiles_per_sm <= 1 and is_long and is_one and block_m <= 32
+    is_deep = is_full and tiles_per_sm <= 1 and is_long and packed <= block_m
+    stages = FIXED_STAGES[min(block_m, 128)][is_deep]
+    is_one = num_sequences == 1 and packed <= block_m <= 32
     return Launch(
         block_m=block_m,
         block_n=block_n,
         warps=8 if block_m > 64 and not is_wide else 4,
-        stages=2 if is_wide else 7 if is_deep else 3,
+        stages=2 if is_wide else stages,
         min_blocks=1,
-        programs_per_sm=1 if is_full else 2,
+        programs_per_sm=1 if is_full or block_m > 64 else 2,
         whole_slots=WHOLE_SLOTS,
         split_slots=SPLIT_SLOTS,
         combine_rows=1 if is_few else 4,
         combine_warps=1,
-        early=(block_m == 16 or (num_sequences == 1 and is_one)) and not is_full and not is_wide,
+        early=(block_m == 16 or is_one) and not is_full and not is_wide,
     )
 
 

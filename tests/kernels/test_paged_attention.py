@@ -148,7 +148,7 @@ def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
 
 
 def test_launches_of_deterministic_rows_differ_in_what_changes_no_bit() -> None:
-    """Tiles of 16 and 32 packed rows multiply by one instruction, and only float32 has one tile for all."""
+    """float32 has one tile for all; heights that tests/gpu does not compare are not used."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention.choice import choose_launch
 
@@ -160,7 +160,10 @@ def test_launches_of_deterministic_rows_differ_in_what_changes_no_bit() -> None:
     for shape in (QWEN3_8B, replace(QWEN3_8B, head_dim=64), replace(QWEN3_8B, dtype=torch.float32)):
         found = launches(shape)
         assert len({(one.block_n, one.split_slots, one.octave, one.half_parts) for one in found}) == 1
-        assert {one.block_m for one in found} == {16} if shape.dtype == torch.float32 else {16, 32}
+        heights = (
+            {16} if shape.dtype == torch.float32 else {16, 32} if shape.head_dim < 128 else {16, 32, 64, 128}
+        )
+        assert {one.block_m for one in found} == heights
         assert len({one.programs_per_sm for one in found}) == 2
     assert {one.warps for one in launches(replace(QWEN3_8B, num_heads=71, num_kv_heads=1))} == {8}
 
