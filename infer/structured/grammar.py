@@ -323,8 +323,8 @@ def _refusal(constraint: Constraint, problem: str) -> UserError:
     return UserError(
         "IDLM-0474",
         f"constraint: this {constraint.kind} cannot be used: {' '.join(problem.split())}",
-        fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
-        "see what llguidance supports",
+        fix="correct its text, which the checkpoint's tokens must be able to spell; see "
+        "what llguidance supports",
     )
 
 
