@@ -87,9 +87,9 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         if body.previous_response_id is not None:
             previous = store.get(body.previous_response_id, param="previous_response_id", status=400)
             body.recall(previous.conversation())
+        chat = body.chat()
         try:
             async with connected(request):
-                chat = body.chat()
                 generation = await service.chat(chat, request.state.client)
         except ApiError as error:
             raise renamed(error) from error

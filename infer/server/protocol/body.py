@@ -196,6 +196,9 @@ class ConstraintFields(Body):
             ("guided_grammar", "grammar", self.guided_grammar),
         ]
         answer = self.response_format or ResponseFormat(type="text")
+        if answer.json_schema is not None and answer.type != "json_schema":
+            rule = f"type {answer.type!r} has none; give type 'json_schema'"
+            raise FieldError("response_format.json_schema", rule)
         if answer.type == "json_object":
             given.append(("response_format", "json_object", ""))
         elif answer.type == "json_schema":

@@ -68,16 +68,14 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def plain(self, location: str) -> dict[str, Any]:
-        """The call for a chat template, which writes arguments as JSON itself."""
+        """The call for a chat template, which writes arguments as JSON; `location`: of its function."""
         called = self.function
         try:
             arguments = json.loads(called.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict) or not is_json(arguments):
-            raise FieldError(
-                f"{location}.function.arguments", f"not a JSON object of at most {MAX_NESTED} levels"
-            )
+            raise FieldError(f"{location}.arguments", f"not a JSON object of at most {MAX_NESTED} levels")
         function = {"name": called.name, "arguments": arguments}
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
 
@@ -246,7 +244,7 @@ class ChatMessage(Body):
         named = {"name": self.name, "reasoning_content": self.thought, "tool_call_id": self.tool_call_id}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())
-        called = [call.plain(f"{location}.tool_calls.{number}") for number, call in calls]
+        called = [call.plain(f"{location}.tool_calls.{number}.function") for number, call in calls]
         return message | ({"tool_calls": called} if called else {})
 
     def check(self, location: str = "") -> None:

@@ -166,8 +166,8 @@ class ResponseRequest(SamplingFields):
     """POST /v1/responses."""
 
     n: Literal[1] | None = None
-    max_tokens: None = None
-    response_format: None = None
+    max_tokens: Any = None
+    response_format: Any = None
     prompt_logprobs: None = None
     return_token_ids: None = None
     input: Unicode | Items
@@ -187,6 +187,13 @@ class ResponseRequest(SamplingFields):
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     _context: Sequence[Item] = PrivateAttr(default=())
+
+    def check(self, location: str = "") -> None:
+        """Also fields that have another name here."""
+        for name in ("max_tokens", "response_format"):
+            if getattr(self, name) is not None:
+                raise FieldError(name, f"give {NAMES[name]}", code="unknown_parameter")
+        super().check(location)
 
     def recall(self, items: bytes) -> None:
         """Let the items of a stored response, as JSON, precede those of `input`."""

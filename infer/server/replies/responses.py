@@ -37,6 +37,7 @@ class ResponseReply(ChatReply):
         store: ResponseStore,
     ) -> None:
         super().__init__(chat, generation, model_name, texts, new_parser)
+        self._named = lambda error: renamed(chat.named(error))
         self._body, self._store, self._numbers = body, store, itertools.count()
         self._items: list[dict[str, Any]] = []
         about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
@@ -66,7 +67,7 @@ class ResponseReply(ChatReply):
 
     def failure(self, error: ApiError) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        about = renamed(error).body()["error"] | {"code": code, "idlm_code": error.code}
+        about = error.body()["error"] | {"code": code, "idlm_code": error.code}
         return self._lines([("failed", {"response": self._response | {"status": "failed", "error": about}})])
 
     def usage(self) -> dict[str, Any]:

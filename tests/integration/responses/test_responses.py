@@ -246,6 +246,23 @@ def test_a_stream_that_fails_ends_in_the_error(
     server.wait_until_idle()
 
 
+def test_an_answer_that_fails_names_the_field_of_the_response(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    put = Generation.put
+
+    def failing(generation: Generation, event: AnswerEvent) -> None:
+        put(generation, event._replace(error=("IDLM-0478", "constraint: failed", "again")))
+
+    monkeypatch.setattr(Generation, "put", failing)
+    body = {"input": INPUT, "text": {"format": {"type": "json_object"}}}
+    error = server.client.post(PATH, json=body).json()["error"]
+    assert (error["param"], error["message"]) == ("text.format", "text.format: failed (again)")
+    *_, last, _ = server.client.post(PATH, json={**body, "stream": True}).text.split("\n\n")
+    assert json.loads(last.partition("data: ")[2])["response"]["error"]["param"] == "text.format"
+    server.wait_until_idle()
+
+
 def test_items_that_are_parts_of_an_answer_are_one_turn() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
     called = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "c"}
