@@ -95,6 +95,8 @@ class ServeConfig(EngineSettings):
         )
         if self.model_name in self.adapters:
             problems.append(f"adapters: {self.model_name!r} is the name of model= (served_model_name)")
+        if self.sampling.adapter not in (None, *self.adapters):
+            problems.append(f"sampling.adapter={self.sampling.adapter!r} is none of {[*self.adapters]}")
         if self.port > MAX_PORT:
             problems.append(f"port={self.port} must be <= {MAX_PORT}")
         wrong = [origin for origin in self.allowed_origins or () if not ORIGIN.fullmatch(origin)]

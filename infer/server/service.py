@@ -232,8 +232,9 @@ class Service:
     ) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
         config, params = self.config, body.params(self.config.sampling)
-        if body.model in config.adapters:
-            params = dataclasses.replace(params, adapter=body.model)
+        if body.model is not None:
+            name = body.model if body.model in config.adapters else None
+            params = dataclasses.replace(params, adapter=name)
         limits = ("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)
         for field, num, maximum in limits:
             if num > maximum:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.engine import Engine
 from idlm.infer.server.config import ServeConfig
+from idlm.infer.server.protocol.requests import CompletionRequest
 from tests.adapters import write_adapter
 from tests.contracts.engines import clear_answers, greedy
 from tests.integration.server.servers import PROMPT, SETTINGS, SPARE_ROW, TINY, Running, running
@@ -60,3 +63,21 @@ def test_models_are_listed(server: Running, folders: list[Path]) -> None:
 def test_a_name_belongs_to_one_model(folders: list[Path]) -> None:
     with pytest.raises(UserError, match="adapters: 'first' is the name of model="):
         read_arguments("serve", ServeConfig, [f"model={folders[0]}", f"adapters={{first:{folders[1]}}}"])
+
+
+def test_a_request_without_a_name_has_the_adapter_of_the_servers_sampling(
+    folders: list[Path], server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = server.front.service
+    monkeypatch.setattr(service, "config", replace(service.config, sampling=SamplingParams(adapter="law")))
+    found = {
+        name: service._admit(CompletionRequest(model=name, prompt="a"), "", num_prompts=1).adapter
+        for name in (*NAMES, None)
+    }
+    assert found == {"first": None, "math": "math", "law": "law", None: "law"}
+    with pytest.raises(UserError, match=r"sampling.adapter='art' is none of \['math'\]"):
+        read_arguments(
+            "serve",
+            ServeConfig,
+            [f"model={folders[0]}", f"adapters.math={folders[1]}", "sampling.adapter=art"],
+        )
