@@ -268,6 +268,20 @@ GEMMA3: dict[str, Any] = STOCK | {
 }
 GEMMA3.pop("hidden_act")
 GEMMA3.pop("tie_word_embeddings")
+K2_HORIZON: dict[str, Any] = STOCK | {
+    "attention_bias": False,
+    "attention_gate_func": None,
+    "head_dim": 128,
+    "layernorm_num_groups": 4,
+    "mova_num_experts": 0,
+    "num_experts": 0,
+    "query_key_norm": False,
+    "rope_head_dim": 128,
+    "router_score_func": "sigmoid",
+    "use_sliding_window": False,
+    "vocab_size": 250_624,
+}
+
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -295,6 +309,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm-4-9b-chat-hf": ("GlmForCausalLM", "glm", GLM4 | {"rms_norm_eps": 1.5625e-07}),
     "gemma-3-1b-it": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     "Phi-3-mini-4k-instruct": ("Phi3ForCausalLM", "phi3", PHI | PHI3_MINI),
+    "K2-Horizon-7B": ("K2HorizonForCausalLM", "k2_horizon", K2_HORIZON),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

@@ -12,8 +12,8 @@ from idlm.infer.models.config import ConfigReader, dense_spec
 
 EARLY_ROPE_THETA = 10_000.0
 K2_MUST_BE_OFF = (
-    "query_key_norm", "attention_bias", "mlp_bias", "use_sliding_window", "num_experts", "num_shared_experts",
-    "num_experts_per_tok", "mova_num_experts", "mova_num_experts_per_tok",
+    "query_key_norm", "attention_bias", "mlp_bias", "num_experts", "num_shared_experts", "num_experts_per_tok",
+    "mova_num_experts", "mova_num_experts_per_tok",
 )  # fmt: skip
 """Fields of K2-Horizon that this engine does not compute."""
 
@@ -73,7 +73,7 @@ class K2Horizon(Family):
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         reader.require("layernorm_num_groups", "head_dim", "rms_norm_eps")
-        for name in K2_MUST_BE_OFF:
+        for name in (*K2_MUST_BE_OFF, "use_sliding_window"):
             reader.allow(name, False, None)
         reader.allow("attention_gate_func", None)
         reader.allow("sliding_window", None)

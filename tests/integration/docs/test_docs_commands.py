@@ -27,7 +27,7 @@ from idlm.cli.main import run_command
 from idlm.config.compose import compose, recipes
 from idlm.config.project import commands as commands_of_idlm
 from idlm.errors import UserError
-from idlm.infer.cli.config import read_arguments
+from idlm.infer.cli.config import GenerateConfig, read_arguments
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.import_adapter import ImportConfig
 from idlm.infer.clients.bench import with_brackets
@@ -187,6 +187,10 @@ def test_launchers_exist_and_their_options_compose(command: Command) -> None:
 def test_idlm_generate_understands(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = with_small_model(command.words[1:])
     assert any(word.startswith("model=") for word in arguments)
+    if any(word.startswith("adapters.") for word in arguments):
+        # No folder here is an adapter.
+        assert compose("generate", GenerateConfig, arguments).adapters
+        return
     assert generate([*arguments, "describe=true"]) == 0
     decoder = next((word[8:] for word in arguments if word.startswith("decoder=")), "isd")
     assert f"decoder     {decoder}" in capsys.readouterr().out
