@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from idlm.contracts import SamplingParams
@@ -42,7 +43,9 @@ class RecordingView(TerminalView):
 
 def record(model: str, base: str | None, turn: str) -> str:
     """The SVG of a chat of one turn and its comparison with AR."""
-    settings = {"max_num_seqs": 1, "max_length": 1024}
+    # Most CPUs multiply several rows in 16 bits one after the other.
+    dtype = "auto" if torch.cuda.is_available() else "float32"
+    settings = {"max_num_seqs": 1, "max_length": 1024, "dtype": dtype}
     arguments = EngineArguments(model=model, decoder=None, settings=settings | {"base": base}, options={})
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     answerer = EngineAnswerer(arguments.load(), arguments)

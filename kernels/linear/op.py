@@ -113,7 +113,7 @@ def linear(
     if isinstance(weight_ED, Fp8Weight):
         y_RE = weight_ED.linear(x_RD, bias_E)
     else:
-        return library_linear(x_RD, weight_ED, bias_E=bias_E, out_RE=out_RE)
+        return library_linear(x_RD, weight_ED, bias_E=bias_E, out_RE=out_RE, of_model=True)
     return y_RE if out_RE is None else out_RE.copy_(y_RE)
 
 

@@ -12,8 +12,8 @@ from idlm.infer.models.config import ConfigReader, dense_spec
 
 EARLY_ROPE_THETA = 10_000.0
 K2_MUST_BE_OFF = (
-    "query_key_norm", "attention_bias", "mlp_bias", "num_experts", "num_shared_experts", "num_experts_per_tok",
-    "mova_num_experts", "mova_num_experts_per_tok",
+    "query_key_norm", "attention_bias", "mlp_bias", "num_experts", "num_shared_experts",
+    "num_experts_per_tok", "mova_num_experts", "mova_num_experts_per_tok",
 )  # fmt: skip
 """Fields of K2-Horizon that this engine does not compute."""
 
