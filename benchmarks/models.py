@@ -68,6 +68,7 @@ LLADA2 = {
 }
 TINY = {"vocab_size": 96, "max_position_embeddings": 2048}
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-32b": _shape(64, 5120, 25600, (64, 8, 128)),
     "qwen3-8b": _shape(36, 4096, 12288, (32, 8, 128)),
     "qwen3-0.6b": _shape(28, 1024, 3072, (16, 8, 128)),
     "smollm2-135m": _shape(30, 576, 1536, (9, 3, 64), vocab_size=49_152, max_position_embeddings=8192)

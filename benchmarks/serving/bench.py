@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.models import MODELS
 from benchmarks.shared import Report, numbers
 from idlm.contracts import SamplingParams
@@ -71,7 +73,7 @@ class Bench:
     def settings(self) -> dict[str, Any]:
         """Further settings of the engines: against vLLM as many prompt rows a pass as it has."""
         pairs = (part.split("=", 1) for part in self.options["settings"].split(",") if part)
-        given = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+        given = {name: yaml.safe_load(value) for name, value in pairs}
         rows = {"max_num_batched_tokens": PROMPT_ROWS // self.scale} if self.options["vllm"] else {}
         return {**rows, **given}
 
