@@ -130,15 +130,6 @@ def test_a_signal_before_the_run_begins_is_not_lost(
     assert (cluster.lines()[-1] == "scontrol requeue 7") == is_requeued
 
 
-def test_the_node_script_passes_sigterm_on_and_waits(cluster: Cluster) -> None:
-    environment = os.environ | {"LOG": str(cluster.log), "OUT": str(cluster.folder / "out")}
-    command = ["bash", str(LAUNCH / "slurm_node.sh"), str(cluster.folder / "python")]
-    cluster.job = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
-    cluster.signal_when_started(signal.SIGTERM)
-    assert cluster.job.wait(timeout=60) == 1
-    assert cluster.lines()[-1] == "saved within 840"
-
-
 def test_a_terminated_job_saves_and_is_not_requeued(cluster: Cluster) -> None:
     job = cluster.start(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
     cluster.signal_when_started(signal.SIGTERM)

@@ -186,10 +186,8 @@ def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(
 
 @pytest.fixture
 def qwen3_8b(tmp_path: Path) -> list[str]:
-    architecture, model_type, keys = RELEASED["Qwen3-8B"]
     (tmp_path / "base").mkdir()
-    released = keys | {"architectures": [architecture], "model_type": model_type}
-    (tmp_path / "base/config.json").write_text(json.dumps(released))
+    (tmp_path / "base/config.json").write_text(json.dumps(RELEASED["Qwen3-8B"]))
     paths = [f"model.path={tmp_path / 'base'}", "data.path=none.jsonl", f"output_dir={tmp_path / 'out'}"]
     return ["recipe=qwen3_8b", *paths, "dry_run=true"]
 

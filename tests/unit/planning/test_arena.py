@@ -126,18 +126,6 @@ def test_a_mapping_that_fails_at_any_call_is_undone(num_calls: int) -> None:
     assert driver.is_clean
 
 
-def test_a_card_that_is_full_refuses_and_the_next_request_is_served() -> None:
-    driver = FakeDriver(10 * PAGE)
-    arena = mapped(driver)
-    arena.resize(6 * PAGE)
-    with pytest.raises(UserError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        arena.resize(12 * PAGE)
-    arena.resize(10 * PAGE)
-    assert arena.num_bytes == 10 * PAGE
-    arena.close()
-    assert driver.is_clean
-
-
 @pytest.mark.parametrize("num_calls", range(3))
 def test_shrinking_can_fail_and_leaves_no_memory_behind(num_calls: int) -> None:
     """The last extent is replaced by a smaller one; if that is refused, the arena ends before it."""

@@ -138,15 +138,6 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
     assert max(before.values()) > 1
 
 
-def test_the_peak_toggles_between_logits_and_ffn() -> None:
-    """Figure 3 of the paper: the share of wanted rows decides which operator is chunked first."""
-    forward = trunk_forward(LLADA_8B)
-    few = search(forward, Sizes(length=100_000, wanted=10_000), capacity=6 * GIB)
-    many = search(forward, Sizes(length=100_000, wanted=90_000), capacity=8 * GIB)
-    assert isinstance(few, ArenaPlan) and isinstance(many, ArenaPlan)
-    assert list(counts(few)) == ["ffn"] and list(counts(many)) == ["logits"]
-
-
 @pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:

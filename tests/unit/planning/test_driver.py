@@ -62,32 +62,6 @@ def driver_with(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_calls_name_their_range_and_device(driver_with) -> None:
-    bindings = Bindings(cuMemAddressReserve=(SUCCESS, 1 << 40), cuMemCreate=(SUCCESS, 55))
-    driver = driver_with(bindings)
-    assert driver.granularity == 2 << 20
-    assert bindings.calls[:2] == [("cuDeviceGet", 3), ("cuDeviceGetAttribute", 102, 7)]
-    bindings.calls.clear()
-    address, handle = driver.reserve(4 << 20), driver.create(2 << 20)
-    driver.map(address, 2 << 20, handle)
-    driver.set_access(address, 2 << 20)
-    driver.unmap(address, 2 << 20)
-    driver.release(handle)
-    driver.unreserve(address, 4 << 20)
-    properties, [access] = bindings.calls[1][2], bindings.calls[3][3]
-    assert (properties.type, properties.location.type, properties.location.id) == (1, 1, 3)
-    assert (access.flags, access.location.type, access.location.id) == (3, 1, 3)
-    assert bindings.calls == [
-        ("cuMemAddressReserve", 4 << 20, 0, 0, 0),
-        ("cuMemCreate", 2 << 20, properties, 0),
-        ("cuMemMap", 1 << 40, 2 << 20, 0, 55, 0),
-        ("cuMemSetAccess", 1 << 40, 2 << 20, [access], 1),
-        ("cuMemUnmap", 1 << 40, 2 << 20),
-        ("cuMemRelease", 55),
-        ("cuMemAddressFree", 1 << 40, 4 << 20),
-    ]
-
-
 def test_failures_are_named(driver_with) -> None:
     driver = driver_with(Bindings(cuMemCreate=(OUT_OF_MEMORY, None)))
     with pytest.raises(DriverError, match="cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"):

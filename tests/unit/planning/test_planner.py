@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, forward_of
 from idlm.infer.mosaic.chunking import Forward, search, trunk_forward
-from idlm.infer.mosaic.planner import ArenaPlan, first_fit, live_bytes, orders, plan_template, storage_bytes
-from idlm.infer.mosaic.template import Lifetimes, PassTemplate, Sizes
+from idlm.infer.mosaic.planner import ArenaPlan, plan_template
+from idlm.infer.mosaic.template import PassTemplate, Sizes
 from idlm.infer.mosaic.trunk import TrunkShape
-from tests.unit.planning.random_templates import check_positions, random_template, simulate
+from tests.unit.planning.random_templates import check_positions, simulate
 from tests.unit.planning.shapes import SHAPES
 
 LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61, 4)]
@@ -62,13 +62,3 @@ def test_a_plan_of_a_real_template_keeps_what_is_needed(model: str) -> None:
     for chunks in ({}, {"query": 3, "ffn": 2, "experts": 4, "logits": 5}):
         template = forward.template(chunks)
         assert simulate(plan_template(template, Sizes(length=40, wanted=20, chunks=chunks))) > 100
-
-
-def test_orders_place_every_storage_once() -> None:
-    template, sizes = random_template(3)
-    lifetimes: Lifetimes = template.lifetimes
-    num_bytes = storage_bytes(lifetimes, sizes)
-    for order in orders(lifetimes, num_bytes):
-        assert sorted(order) == list(range(len(num_bytes)))
-        _, peak = first_fit(num_bytes, lifetimes.conflicts, order)
-        assert peak >= max(live_bytes(lifetimes, num_bytes))

@@ -43,29 +43,6 @@ def test_lifetimes_cover_loops_and_layers() -> None:
     assert lifetime(template, "c") == (2, 4), "written in slices from the first iteration on"
 
 
-def test_a_tensor_that_is_written_in_the_layers_and_read_after_them_lives_through_all_of_them() -> None:
-    template = PassTemplate("results")
-    for name in "ab":
-        template.add_tensor(name, ROW)
-    with template.layers(2):
-        template.add_op("one", [], ["a"])
-        template.add_op("two", ["a"], ["b"])
-    template.add_op("three", ["b"], [])
-    assert lifetime(template, "b") == (0, 2)
-    assert lifetime(template, "a") == (0, 1)
-
-
-def test_a_barrier_keeps_a_tensor_alive_and_runs_nothing() -> None:
-    template = PassTemplate("barrier")
-    template.add_tensor("a", ROW)
-    template.add_tensor("b", ROW)
-    template.add_op("one", [], ["a"])
-    template.add_op("two", [], ["b"])
-    template.add_barrier("a")
-    assert lifetime(template, "a") == (0, 2)
-    assert [step.op.name for step in template.steps(Sizes(length=1))] == ["one", "two"]
-
-
 def test_steps_follow_layers_and_chunks() -> None:
     template = small_template()
     sizes = Sizes(length=10, chunks={"k": 3})

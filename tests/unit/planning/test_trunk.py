@@ -7,9 +7,8 @@ import pytest
 from benchmarks.engine.canvas.executor import forward_of
 from idlm.infer.mosaic.canvas import fused_head
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
-from idlm.infer.mosaic.planner import ArenaPlan, describe_plan, plan_template
+from idlm.infer.mosaic.planner import ArenaPlan, describe_plan
 from idlm.infer.mosaic.template import Sizes
-from idlm.infer.mosaic.trunk import trunk_template
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
 
@@ -24,19 +23,6 @@ def test_the_bytes_of_a_row_are_those_of_the_table(model: str, arm: str, prompt_
     low, high = (max_length(forward, capacity=num * GIB, wanted_share=1 - prompt_share) for num in (20, 60))
     slope = 40 * GIB / (high - low) / 1024
     assert slope == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
-
-
-def test_unchunked_live_sets_are_those_of_the_table() -> None:
-    """Whole logits of half of the rows need 139.5 KiB a row for LLaDA-8B, and a whole FFN 64 KiB."""
-    template = trunk_template(LLADA_8B)
-    length = 1_000_000
-    plan = plan_template(template, Sizes(length=length, wanted=length // 2))
-    # The gathered rows of the head, 4 KiB a row here, are the only difference to the table.
-    assert plan.peak_bytes / length / 1024 == pytest.approx(131.5 + 4, abs=0.01)
-    assert template.ops[plan.peak_op].name == "logits"
-    plan = plan_template(template, Sizes(length=length))
-    assert plan.peak_bytes / length / 1024 == pytest.approx(64, abs=0.01)
-    assert template.ops[plan.peak_op].name in ("gate_up", "down")
 
 
 def names(plan: ArenaPlan) -> list[str]:

@@ -53,14 +53,6 @@ def test_prompt_without_an_answer_is_no_success(prompt):
     assert not verdict.correct and verdict.reason.startswith("prompt: ")
 
 
-def test_checker_catches_a_planted_generator_fault(monkeypatch):
-    monkeypatch.setattr(recall, "VALUES", ("d", "x"))
-    task = TASKS.get("recall")(level="tiny")
-    samples = [task.sample(index, "train") for index in range(20)]
-    swapped = [one.response.translate(str.maketrans("dx", "xd")) for one in samples]
-    assert not any(task.check(one.prompt, text).correct for one, text in zip(samples, swapped, strict=True))
-
-
 @pytest.mark.parametrize("context", [128, 1000, 1025, 1026, 1027, 2048])
 def test_a_context_has_its_exact_length(context):
     task = TASKS.get("recall")(level="long", min_context=context, max_context=context, min_records=14)

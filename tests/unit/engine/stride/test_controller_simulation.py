@@ -106,16 +106,6 @@ def test_it_never_loses_more_than_a_percent_to_ar(num_sequences: int, acceptance
         assert _run(machine, controller, load, acceptance, 100) >= 0.99 * ar
 
 
-def test_a_clock_that_slows_down_changes_no_choice() -> None:
-    machine = Machine(5)
-    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
-    load = _load(64)
-    _run(machine, controller, load, 0.9, SETTLING)
-    machine.factors = [1.15 * factor for factor in machine.factors]
-    _run(machine, controller, load, 0.9, SETTLING)
-    assert _run(machine, controller, load, 0.9, MEASURED) >= 0.98 * _best(machine, load, 0.9)
-
-
 def test_prompts_make_wide_modes_dear_where_rows_are_not_free() -> None:
     """Beside 512 prompt rows every row costs its share, also at a few sequences."""
     machine = Machine(0, deviation=0.0)

@@ -195,14 +195,6 @@ def test_a_jump_is_believed_after_a_window(before: float, after: float) -> None:
         assert acceptance.average()[2] > (before + after) / 2, "positions that were hardly tested follow"
 
 
-@pytest.mark.parametrize("chance", [0.02, 0.5, 0.9])
-def test_chance_alone_makes_it_forget_nothing(chance: float) -> None:
-    acceptance = DraftAcceptance([chance] * 3)
-    _observe(acceptance, chance, 6000)
-    assert acceptance._from_masks[0].tested > 2000
-    assert acceptance.average()[0] == pytest.approx(chance, abs=0.03)
-
-
 def test_drafts_from_verification_rows_count_for_requests_alone() -> None:
     acceptance = DraftAcceptance([0.8] * 3)
     for _ in range(100):
@@ -210,16 +202,6 @@ def test_drafts_from_verification_rows_count_for_requests_alone() -> None:
     assert acceptance.average() == pytest.approx([0.8] * 3)
     [chances] = acceptance.classes([(33, 300)])
     assert chances == pytest.approx([0.8] * 3, abs=0.05), "a request that accepts as little as all do"
-
-
-def test_requests_are_sorted_by_what_they_accept() -> None:
-    acceptance = DraftAcceptance([0.8] * 3)
-    classes = acceptance.classes([(290, 300)] * 3 + [(30, 300)] * 2 + [(0, 0)])
-    (low, mean, high), counts = sorted(classes), [classes[key] for key in sorted(classes)]
-    assert counts == [2, 1, 3]
-    assert mean == pytest.approx([0.8] * 3, abs=0.01)
-    assert low[0] < 0.3 and high[0] > 0.9
-    assert list(acceptance.classes([]).values()) == [1], "an average request"
 
 
 @pytest.mark.sweep_but("3-False")
