@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import socket
 from pathlib import Path
 
@@ -39,25 +38,6 @@ def test_the_lock_holds_while_output_dir_is_replaced(tmp_path: Path) -> None:
         output.mkdir()
         with pytest.raises(UserError, match="IDLM-0525"), exclusive_output(str(output)):
             pytest.fail("two runs have it")
-
-
-def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
-    output = str(tmp_path / "out")
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with exclusive_output(output):
-            os.write(writing, b"locked")
-            signal.pause()
-        os._exit(0)
-    assert os.read(reading, 6) == b"locked"
-    with pytest.raises(UserError, match=f"IDLM-0525.*process {child} "), exclusive_output(output):
-        pytest.fail("two runs have it")
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert (tmp_path / ".out.lock").exists()
-    with exclusive_output(output):
-        pass
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

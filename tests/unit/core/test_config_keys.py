@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from idlm.checkpoint import COMMON_KEYS, SUSPECT, refuse_impossible_counts
+from idlm.checkpoint import COMMON_KEYS, SUSPECT
 from idlm.errors import UserError
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.loader import read_outline
-from idlm.train.model.load import load_base
 from tests.released_configs import RELEASED
 from tests.toy import load_model, write_toy_checkpoint
 from tests.unit.models.test_family_loading import BLOCKS, CONFIGS, write
@@ -140,17 +138,6 @@ def test_what_a_family_declares_has_a_reason_and_is_needed(architecture: str) ->
     assert all(map(SUSPECT.search, family.foreign_keys))
 
 
-def test_training_refuses_what_transformers_would_ignore(tmp_path: Path) -> None:
-    write_toy_checkpoint(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"router_softcap": 30.0}))
-    with pytest.raises(UserError, match=r"IDLM-0618.*router_softcap=30.0"):
-        load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
-    path.write_text(json.dumps(config | {"use_sliding_window": False, "sliding_window": None}))
-    load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
-
-
 @pytest.mark.parametrize(
     ("architecture", "key"),
     [
@@ -183,18 +170,3 @@ def test_a_head_of_10_to_the_12_is_refused(
 ) -> None:
     write(tmp_path, architecture, **changes)
     refused(tmp_path, "IDLM-0604", "head_dim=")
-
-
-def test_training_compares_layers_with_the_tensors_first(tmp_path: Path) -> None:
-    write_toy_checkpoint(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"num_hidden_layers": 10**12, "layer_types": None}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"IDLM-0603.*num_hidden_layers=1000000000000"):
-        load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
-
-
-def test_as_many_layers_as_tensors_pass() -> None:
-    refuse_impossible_counts({"num_hidden_layers": 7, "num_experts": None}, 7)
-    with pytest.raises(UserError, match="IDLM-0603"):
-        refuse_impossible_counts({"num_hidden_layers": 8}, 7)
