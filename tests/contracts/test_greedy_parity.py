@@ -72,7 +72,7 @@ def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -
 
 
 @pytest.mark.sweep_but("3-branch")
-@pytest.mark.parametrize(("stride", "strategy"), [*PAIRS, *((4, name) for name in STRATEGIES.names())])
+@pytest.mark.parametrize(("stride", "strategy"), [*PAIRS, (4, "tree"), (4, "cold")])
 def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, strategy: str) -> None:
     """One lane, more prompts than lanes, 16 at once; drafts are accepted and rejected in the same pass."""
     prompts = prompts_of(_lengths(stride), vocab_size=CYCLE)
@@ -88,11 +88,17 @@ def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, 
     assert tokens_per_forward(completions) > 1.0
 
 
-@pytest.mark.sweep_but(strategy="tree", way={"adaptive": True, "graphs": "on"})
+@pytest.mark.sweep_but(strategy="tree")
 @pytest.mark.parametrize(
-    "way", [{}, {"graphs": "on", "num_inflight_steps": 3}, {"adaptive": True, "graphs": "on"}], ids=str
+    ("strategy", "way"),
+    [
+        ("alternate", {"adaptive": True, "graphs": "on"}),
+        ("branch", {"graphs": "on", "num_inflight_steps": 3}),
+        ("cold", {}),
+        ("tree", {"adaptive": True, "graphs": "on"}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_request_may_take_one_token_per_pass(
     foreseeing: Path, strategy: str, way: dict[str, object]
 ) -> None:

@@ -145,22 +145,6 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
     assert num_poisoned > 200
 
 
-def test_equal_pages_behind_different_beginnings_are_not_shared(checkpoint: Path) -> None:
-    """The attack on caches that look at a page alone: stored under one beginning, read under another."""
-    engine = _engine(checkpoint, "ar", **ROOMY)
-    [first, second, tail] = prompts_of([8, 8, 12], seed=3, vocab_size=CYCLE)
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
-    [alone] = clear_answers(_engine(checkpoint, "ar", **ROOMY), [second + tail], params)
-    engine.generate([first + tail], params)
-    [after] = engine.generate([second + tail], params)
-    assert after.num_cached_tokens < PAGE
-    assert after.token_ids == alone.token_ids
-    assert alone.logprobs is not None
-    assert after.logprobs is not None
-    for here, there in zip(after.logprobs, alone.logprobs, strict=True):
-        assert here.logprob == pytest.approx(there.logprob, abs=1e-5)
-
-
 def test_samples_share_their_prompt(checkpoint: Path) -> None:
     """All arrive at once: the first stores the prompt, in the very pass in which the others read it."""
     engine = _engine(checkpoint, "tree", **{**ROOMY, "max_num_batched_tokens": 100})

@@ -142,7 +142,9 @@ def test_prompts_and_single_steps_equal_transformers(name: str, tmp_path: Path) 
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", ["olmo2", "smollm3", "granite", "phi3-plain", "phi3-window", "glm", "gemma3"]
+)
 def test_greedy_isd_and_gated_isd_answer_as_ar(name: str, written: Any, tmp_path: Path) -> None:
     """With static passes, as in CUDA graphs, too."""
     prompts = prompts_of([1, 7, 30, 12], vocab_size=MASK_ID)
@@ -179,7 +181,9 @@ def test_isd_has_the_law_of_the_base(name: str, written: Any) -> None:
 
 
 @pytest.mark.sweep_but(1)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", ["olmo2-biased", "smollm3-interval", "granite-biased", "phi3", "glm4", "gemma3-scaled"]
+)
 def test_two_ranks_answer_as_one(name: str, written: Any, pair: TensorParallelGroup, tmp_path: Path) -> None:
     """With an adapter, whose matrices are divided like those of the base."""
     prompts = prompts_of([1, 7, 30, 12], vocab_size=MASK_ID)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.accelerators.focus import Focus, FocusPass
 from idlm.infer.engine import Engine
 from idlm.infer.sparse.accelerator import PassView, RowSelection
@@ -285,18 +284,3 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
     monkeypatch.setattr(FocusPass, "initial_rows", watched)
     engine.generate(PROMPTS[:4], params()[:4])
     assert num_frozen
-
-
-@pytest.mark.parametrize(
-    ("focus", "options", "reason"),
-    [
-        ({"alpha": 0.5}, {}, "alpha"),
-        ({}, {"sub_block_size": 4, "dual_cache": True}, "dual_cache"),
-    ],
-    ids=str,
-)
-def test_what_it_does_not_go_with_is_named(
-    toys: dict[bool, Path], focus: dict[str, Any], options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UserError, match=rf"(?s)IDLM-0460.*\n  - focus: .*{reason}"):
-        build_engine(toys[False], "block", accelerators={"focus": focus}, **options)

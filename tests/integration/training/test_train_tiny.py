@@ -12,22 +12,20 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch.nn import functional
 
 from idlm.checkpoint import FOR_PEOPLE, verify
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
-from idlm.train import cli, pipeline
+from idlm.train import cli
 from idlm.train.check import PUBLISHED_FILES
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export
-from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.load import decoder_layers, random_model
+from idlm.train.model.load import random_model
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
-from tests.tiny_training import HiddenStates, tiny_config
+from tests.tiny_training import tiny_config
 
 STAGES = (
     "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
@@ -211,52 +209,6 @@ def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_pat
         both.append(metrics_of(tmp_path / balance))
     assert both[0][0] == both[1][0]
     assert both[0][1]["clean_weight"] != both[1][1]["clean_weight"]
-
-
-def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_path: Path) -> None:
-    """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out. Its first layer is
-    recomputed."""
-    from idlm.config.compose import compose
-    from idlm.train.config.schema import TrainConfig
-    from idlm.train.data.dataset import collate
-
-    model_options = {"attention": "idlm_sdpa", "gradient_checkpointing": True, "recomputed_layers": 1}
-    changes = {f"model.{name}": value for name, value in model_options.items()}
-    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference", **changes))
-    prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
-    model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
-    assert [layer.gradient_checkpointing for layer in decoder_layers(model)] == [True, False]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
-    num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
-    losses, rates = [], []
-    for step in range(curriculum.num_steps):
-        batch = collate([data[2 * step], data[2 * step + 1]])
-        runner = HiddenStates(model)
-        logits = runner.head(runner.hidden(model, batch, prepared.attention))
-        halves = []
-        for half in (batch["is_noisy"], ~batch["is_noisy"]):
-            halves.append(
-                functional.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL)
-            )
-        mask_loss, clean_loss = halves
-        weight = curriculum.stage_of_step(step).clean_weight
-        scale = (mask_loss / clean_loss).detach() if weight is None else weight
-        share = (step - num_warmup) / (curriculum.num_steps - num_warmup)
-        factor = (
-            (step + 1) / num_warmup
-            if step < num_warmup
-            else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
-        )
-        optimizer.param_groups[0]["lr"] = config.train.learning_rate * float(factor)
-        optimizer.zero_grad()
-        (mask_loss + scale * clean_loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
-        optimizer.step()
-        losses.append((float(mask_loss.detach()), float(clean_loss.detach())))
-        rates.append(optimizer.param_groups[0]["lr"])
-    trained = [(record["mask_loss"], record["clean_loss"]) for record in metrics_of(finished)]
-    assert [record["learning_rate"] for record in metrics_of(finished)] == pytest.approx(rates)
-    torch.testing.assert_close(torch.tensor(trained), torch.tensor(losses), atol=1e-5, rtol=1e-5)
 
 
 def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(

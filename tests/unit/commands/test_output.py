@@ -135,31 +135,11 @@ def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ..
     assert _locations(found) == [line.location for number, line in enumerate(lines) if number not in there]
 
 
-def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
-    lines, other = [_line(1, "a", max_tokens=6), _line(2, "b")], _line(1, "a", max_tokens=4)
-    with pytest.raises(
-        UserError, match=r"in:1: .*sampling.max_tokens=4, .* has sampling.max_tokens=6"
-    ) as caught:
-        _resume_state(tmp_path, lines, _record(lines[1]) + _record(other))
-    assert caught.value.code == "IDLM-0463"
-
-
 @pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
 def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     line = _line(1, "a")
     with pytest.raises(UserError, match="IDLM-0444.*no line of the input"):
         _resume_state(tmp_path, [line], _record(line, **changes))
-
-
-def test_lines_of_failed_or_lacking_samples_are_answered_again(tmp_path: Path) -> None:
-    lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
-    failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
-    found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
-    assert (len(found.finished_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
-    line = _line(1, "a", n=2)
-    found = _resume_state(tmp_path, [line], _record(line, index=1))
-    assert (found.finished_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])
-    assert _resume_state(tmp_path, [line], _record(line, index=1) + _record(line)).is_whole
 
 
 def test_equal_numbers_are_equal_settings_and_a_model_may_move(tmp_path: Path) -> None:

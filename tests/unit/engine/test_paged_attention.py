@@ -36,24 +36,6 @@ def check(case: Case) -> None:
     assert o_RNH.shape == case.q_RNH.shape and error_ratio(case, o_RNH) <= 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_slots", "ratio"), [(1, 1), (63, 4), (64, 7), (65, 4)])
-def test_causal_prompts(num_slots: int, ratio: int, dtype: torch.dtype) -> None:
-    try:
-        check(build([causal(0, num_slots)], shape_of(ratio, dtype)))
-    except RuntimeError as error:
-        # torch, on a CPU with AMX whose ATEN_CPU_CAPABILITY is below avx512.
-        if "only supported when avx512" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize(("page_size", "ratio"), [(1, 1), (3, 7), (16, 4)])
-def test_ragged_batch_with_empty_sequences_and_a_long_chunk(page_size: int, ratio: int) -> None:
-    sequences = [causal(8, 1), [], causal(33, 7), causal(20, 70), causal(62, 3), causal(0, 20), []]
-    check(build(sequences, shape_of(ratio), page_size=page_size))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps_equal_the_reference(seed: int) -> None:
     rng = random.Random(seed)

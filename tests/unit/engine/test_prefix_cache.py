@@ -133,20 +133,6 @@ def test_every_read_finds_its_own_text() -> None:
     assert min(totals.values()) > 50, totals
 
 
-def test_samples_of_one_prompt_share_its_pages_in_the_pass_that_stores_it() -> None:
-    world = World(
-        page_size=4, num_pages=64, num_lanes=8, stride=4, max_num_batched_tokens=100, num_inflight_steps=3
-    )
-    simulation = Simulation(world, random.Random(0), max_length=40)
-    prompt_ids = [i % 3 for i in range(19)]
-    simulation.add(prompt_ids, seed=0, num_samples=8)
-    simulation.step()
-    assert [request.num_cached_tokens for request in simulation.active] == [0, *[16] * 7]
-    assert simulation.num_passes == 1
-    assert len({simulation.pool._owned[lane][3] for lane in range(8)}) == 1
-    assert len({simulation.pool._owned[lane][4] for lane in range(8)}) == 8
-
-
 def test_a_preempted_sequence_comes_back_to_its_own_pages() -> None:
     """What it had is found again unless it was needed: fewer tokens are fed again than without a cache."""
     fed = {}
