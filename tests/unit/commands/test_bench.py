@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,13 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.clients.arms import Greedy, check_parity
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
-from idlm.infer.clients.http import ChunkReader, RequestFailure, sampling_fields
+from idlm.infer.clients.http import sampling_fields
 from idlm.infer.clients.loads import (
     Job,
     Load,
     Record,
     aggregate,
     load_prompts,
-    make_jobs,
-    mixed_lengths,
 )
 
 GENAI_BENCH = {
@@ -63,21 +59,6 @@ def test_figures_have_the_names_and_formulas_of_genai_bench() -> None:
     assert (stats["itl"]["min"], stats["itl"]["max"]) == (0.5, 1.0)
     # The server of `single` counts no passes.
     assert row["tokens_per_forward"] == pytest.approx(7 / 4) and row["acceptance_rate"] == 0.5
-
-
-def test_the_mixed_load_is_that_of_the_recorded_runs() -> None:
-    """The draws of `benchmarks.serve` before it shared this code, so that its rows can be compared."""
-    rng = random.Random(1)
-    lengths = mixed_lengths(3, rng=rng)
-    jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=range(99), rng=rng)
-    plain = random.Random(1)
-    prompts = [max(32, min(2048, int(plain.lognormvariate(5.9, 0.8)))) for _ in range(3)]
-    answers = [plain.randrange(64, 769) for _ in range(3)]
-    assert lengths == list(zip(prompts, answers, strict=True))
-    assert [job.prompt for job in jobs] == [
-        [plain.randrange(99) for _ in range(length)] for length in prompts
-    ]
-    assert [(job.params.max_tokens, job.params.seed) for job in jobs] == list(zip(answers, range(3)))
 
 
 def test_loads_of_the_options() -> None:
@@ -177,20 +158,6 @@ def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "idlm.infer.clients.http")
     assert refusal("url=http://127.0.0.1:1").code == "IDLM-0704"
-
-
-def test_streams_that_break_off_or_hold_errors_fail() -> None:
-    reader = ChunkReader()
-    assert reader.read("") is None
-    assert reader.read('{"choices": [], "error": null}') == {"choices": [], "error": None}
-    with pytest.raises(RequestFailure, match="DONE"):
-        reader.check_end()
-    assert reader.read("[DONE]") is None
-    reader.check_end()
-    failures: list[Any] = ['{"error": {"message": "engine lost"}}', "{", "[]"]
-    for failure, words in zip(failures, ("engine lost", "holds", "holds"), strict=True):
-        with pytest.raises(RequestFailure, match=words):
-            reader.read(failure)
 
 
 @pytest.mark.parametrize("word", ["sampling.n=2", "chat_template=none"])

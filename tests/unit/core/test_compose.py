@@ -242,13 +242,6 @@ def test_a_recipe_may_be_given_by_path(conf: Path, tmp_path: Path, header: str) 
     assert "line 2" in refused(conf, f"recipe={mine}/broken.yaml", code="IDLM-0105")
 
 
-def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
-    (conf / "recipe" / "broken.yaml").write_text("# @package _global_\na: [1\n")
-    (conf / "recipe" / "lost.yaml").write_text("# @package _global_\ndefaults: [not_there]\n")
-    refused(conf, "recipe=broken", code="IDLM-0105")
-    assert "not_there" in refused(conf, "recipe=lost", code="IDLM-0105")
-
-
 @pytest.mark.parametrize(
     ("content", "code", "shown"),
     [

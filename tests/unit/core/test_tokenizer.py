@@ -16,7 +16,7 @@ from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
 from idlm.text import tokenizer as tokens
 from idlm.train.model.checks import resolve_mask_token_id
-from tests.small_tokenizers import CHATML, save_byte_level
+from tests.small_tokenizers import save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
 
@@ -207,16 +207,6 @@ TURNS = [
     {"role": "user", "content": "Two?"},
     {"role": "assistant", "content": "2 日本\n"},
 ]
-
-
-def test_template_that_rewrites_history_is_refused(byte_level_dir):
-    tokenizer = tokens.load_tokenizer(byte_level_dir)
-    thought = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
-    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", thought + "{{ m['content'] }}")
-    assert sum(render_conversation(tokenizer, TURNS[1:3])[1]) > 0
-    with pytest.raises(UserError, match="one sample per assistant turn") as caught:
-        render_conversation(tokenizer, TURNS)
-    assert caught.value.code == "IDLM-0214"
 
 
 def test_template_that_merges_tokens_across_turns_is_refused(byte_level_dir):

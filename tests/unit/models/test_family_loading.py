@@ -73,20 +73,6 @@ def test_sdar_does_not_load_without_semantics(architecture: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "model_type", "words"),
-    [
-        ("DreamForCausalLM", "Dream", "known are"),
-        ("BailingMoeV2ForCausalLM", "llada2_moe", "known are"),
-    ],
-)
-def test_the_architecture_decides_and_unknown_ones_are_refused(
-    architecture: str, model_type: str, words: str, tmp_path: Path
-) -> None:
-    write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
-    refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM")
-
-
-@pytest.mark.parametrize(
     ("architecture", "model_type"),
     [
         ("LLaDA2MoeModelLM", "bailing_moe_v2"),

@@ -70,14 +70,6 @@ def test_fractions_become_steps_that_add_up(total: int, fractions: list[float]) 
     assert min(steps) >= 1
 
 
-def test_stages_change_exactly_at_their_step() -> None:
-    curriculum = make_dataset(FakeSource(None)).curriculum
-    assert [curriculum.stage_of_step(step).stride for step in range(9)] == [2, 2, 2, 3, 3, 4, 4, 4, 4]
-    assert curriculum.stages[2].clean_weight is None
-    assert curriculum.max_stride == 4
-    assert curriculum.num_items == 18
-
-
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.3])
 def test_a_cosine_is_that_of_transformers_bit_for_bit(warmup: float) -> None:
     curriculum = make_dataset(FakeSource(None)).curriculum

@@ -28,7 +28,6 @@ from idlm.train.model.gated_lora import (
 )
 from idlm.train.model.load import decoder_layers
 from idlm.train.objectives.base import TermRequest
-from tests.kernels.references.trunk import gated_lora_reference
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -126,28 +125,6 @@ def test_a_new_adapter_changes_nothing_yet(family: str) -> None:
         ours, base = hidden_of(model, batch), hidden_of(tiny_model(family), batch)
     is_real = batch["doc_ids"] != PADDING_DOC
     torch.testing.assert_close(ours[is_real], base[is_real], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_an_adapted_layer_follows_the_reference(has_bias: bool) -> None:
-    torch.manual_seed(0)
-    gate = gated.Gate()
-    layer = AdaptedLinear(nn.Linear(6, 4, bias=has_bias), gate, SPEC, torch.Generator().manual_seed(1))
-    nn.init.normal_(layer.lora_B)
-    x_BTD = torch.randn(2, 5, 6)
-    x_RD, base = x_BTD.flatten(0, 1), nn.functional.linear(x_BTD, layer.weight, layer.bias)
-    expected = gated_lora_reference(
-        base.flatten(0, 1),
-        x_RD,
-        torch.ones(len(x_RD), dtype=torch.bool),
-        layer.lora_A[None],
-        layer.lora_B,
-        sizes=(4,),
-        scaling=SPEC.scaling,
-    )
-    assert torch.equal(layer(x_BTD), base)
-    gate.is_open = True
-    torch.testing.assert_close(layer(x_BTD).flatten(0, 1), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mask_row", [False, True])

@@ -72,42 +72,6 @@ def test_every_row_equals_a_plain_causal_forward_on_what_it_sees(family: str, re
                 torch.testing.assert_close(logits[rows], expected, atol=TOLERANCE, rtol=0)
 
 
-@torch.no_grad()
-def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
-    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that no row sees."""
-    model, objective = tiny_model("qwen3"), tiny_objective()
-    sample = random_sample(3, prompt=6, response=9)
-    batch = batch_of([sample], objective, stage_of(3))
-    lean = all_logits(model, batch)
-    length = len(sample)
-    is_masked = torch.zeros(length, dtype=torch.bool)
-    lean_noisy = batch["is_noisy"][0]
-    masked_positions = batch["position_ids"][0][lean_noisy]
-    is_masked[masked_positions] = True
-    tokens, order = torch.from_numpy(sample.token_ids), torch.arange(length)
-    starts = order.clone()
-    starts[masked_positions] = batch["block_starts"][0][lean_noisy]
-    full = {
-        "input_ids": torch.cat([torch.where(is_masked, MASK, tokens), tokens])[None],
-        "position_ids": torch.cat([order, order])[None],
-        "doc_ids": torch.zeros(1, 2 * length, dtype=torch.int64),
-        "block_starts": torch.cat([starts, torch.zeros_like(starts)])[None],
-        "is_noisy": torch.cat([torch.ones(length), torch.zeros(length)]).bool()[None],
-    }
-    meta = RowMeta(
-        doc_ids=full["doc_ids"],
-        positions=full["position_ids"],
-        block_starts=full["block_starts"],
-        is_noisy=full["is_noisy"],
-    )
-    copies = torch.nonzero(~is_masked).squeeze(-1)
-    others = torch.tensor([row for row in range(2 * length) if row not in copies.tolist()])
-    assert not dense_mask(meta)[0][others][:, copies].any()
-    both = all_logits(model, full)
-    torch.testing.assert_close(both[:length][is_masked], lean[lean_noisy], atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(both[length:], lean[~lean_noisy], atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.sweep_but("idlm_documents", "idlm_split")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("attention", ["idlm_flex", "idlm_documents", "idlm_split"])
@@ -236,21 +200,6 @@ def test_a_row_without_documents_has_zero_losses_and_gradients() -> None:
     for gradient in gradients_of(model, terms.loss):
         assert gradient is not None, "DistributedDataParallel waits for every gradient"
         assert not gradient.any()
-
-
-def test_a_frozen_head_takes_no_gradient() -> None:
-    objective, stage = tiny_objective(), stage_of(3)
-    model = random_model(
-        tiny_config("llama") | {"tie_word_embeddings": False},
-        attention="idlm_sdpa",
-        dtype=torch.float32,
-        seed=0,
-    )
-    batch = batch_of([random_sample(1, prompt=4, response=9)], objective, stage)
-    head = model.get_output_embeddings().weight.requires_grad_(False)
-    terms_of(model, batch, objective, stage, BOTH).loss.backward()
-    assert head.grad is None
-    assert model.get_input_embeddings().weight.grad.any()
 
 
 def test_the_head_is_given_back_even_when_the_loss_fails() -> None:
