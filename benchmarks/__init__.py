@@ -1,8 +1,7 @@
 """Programs that measure every figure in the documentation; results are JSON lines in `benchmarks/results`.
 
 Modules are in folders by what they measure: the engine, the server, single kernels, training, the quality of
-answers. `python -m benchmarks.decode` looks in every folder.
-"""
+answers. `python -m benchmarks.decode` looks in every folder."""
 
 from pathlib import Path
 

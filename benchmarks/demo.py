@@ -3,8 +3,7 @@
     python -m benchmarks.demo [num=200] [output=outputs/tiny] [record=true]
 
 Prints one table on held-out prompts of the verifiable task. `record=true` appends the figures to
-benchmarks/results.
-"""
+benchmarks/results."""
 
 from __future__ import annotations
 

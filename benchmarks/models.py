@@ -120,8 +120,7 @@ def random_model(
 ) -> LoadedModel:
     """A model of `MODELS`, created on the device: matrices normal with variance 1 / columns, norms 1, biases
     0. It is block-causal with `block_size`; a causal one is converted, for strides up to `MAX_STRIDE`.
-    UserError IDLM-0617 for blocks that its experts are not chosen by.
-    """
+    UserError IDLM-0617 for blocks that its experts are not chosen by."""
     family, spec = family_of(name), model_spec(name, num_layers=num_layers)
     if spec.moe is not None:
         check_blocks(spec.moe, block_size=block_size)
@@ -201,8 +200,7 @@ def slot_bytes(model: LoadedModel) -> int:
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
     """The matrices that every pass reads, in order, without the input embedding. Of experts as many as one
-    row chooses: fewer bytes than a pass reads, but the products of every row.
-    """
+    row chooses: fewer bytes than a pass reads, but the products of every row."""
     found: list[Tensor] = []
     for layer in model.trunk.layers:
         assert isinstance(layer, Layer)

@@ -5,8 +5,7 @@
 `generate` runs up to the last token of one prompt, `train` up to the end of the first optimizer step. A file
 counts with all its lines once one of its functions runs; code at module level alone does not count.
 `lines_run` are the lines of the functions that run. The traced process is a fresh one, so that no earlier
-import or cache hides a call.
-"""
+import or cache hides a call."""
 
 from __future__ import annotations
 

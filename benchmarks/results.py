@@ -61,8 +61,7 @@ def result_row(
     none).
 
     `ratio` is above 1 when ours is better, `share_of_floor` 1 at the limit: value over the other figure, or
-    the other way round for times and sizes.
-    """
+    the other way round for times and sizes."""
     print_of = _fingerprint()
     row = {
         "bench": bench,

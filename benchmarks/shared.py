@@ -1,8 +1,7 @@
 """What benchmarks share: arguments, the check for a GPU, rows, libraries that may be absent.
 
 A benchmark is a module with a docstring, which `--help` prints, a function `measure(arguments)`, and
-`start(measure, __doc__)` at its end.
-"""
+`start(measure, __doc__)` at its end."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def save(bench: str, rows: Iterable[dict[str, Any]], options: Mapping[str, str])
 
 class Report:
     """Rows of a run, printed and (where `record=true`) recorded at once: a run that ends early loses none.
-    `command`: what the rows name, if not the benchmark alone.
-    """
+    `command`: what the rows name, if not the benchmark alone."""
 
     def __init__(self, bench: str, options: Mapping[str, str], command: str | None = None) -> None:
         self.bench, self.options, self.command = bench, options, command
@@ -123,8 +121,7 @@ def run_arms(
     absent: dict[str, str],
 ) -> dict[str, Result]:
     """Return `function` of each arm by name. An arm outside `required` that raises is left out, and `absent`
-    gets the reason.
-    """
+    gets the reason."""
     results = {}
     for name, arm in arms.items():
         try:

@@ -5,8 +5,7 @@ A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has
 column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column, or
 BENCH:METRIC:caption for the line under a chart of that column. BENCH:METRIC:KEY-KEY has a column for every
 value of these keys, of the rows that have them. A last part KEY=VALUE,.. leaves out rows of other cases. Rows
-whose parity gate failed are never printed.
-"""
+whose parity gate failed are never printed."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def main(
 def section(name: str, results: Path) -> str:
     """The Markdown of one bench, or of one of its metrics: a table per machine and command, newest rows.
 
-    Empty without rows. With `:caption` after the metric, the lines under the tables alone.
-    """
+    Empty without rows. With `:caption` after the metric, the lines under the tables alone."""
     bench, _, rest = name.partition(":")
     metric, _, rest = rest.partition(":")
     part, _, given = rest.partition(":")

@@ -9,8 +9,7 @@ trace, the same for all arms, sets how many positions a pass decides (block_harn
 position, and one more with probability Q, and so on. p0.53 and p0.77 need about as many passes per block as
 the chats and the mathematics of FOCUS's baseline at threshold 0.9 (15.02 and 7.45 rows for each token).
 `full` times steps of the first trace, `commit` decodes whole answers of every one, with and without fused
-commits, at the largest batch up to 64.
-"""
+commits, at the largest batch up to 64."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Every sequence is at its own step of its block. Random weights decide one positi
 the real strategy chooses which positions are decided (the most confident first), and a trace by lane, block
 and pass sets how many. Every arm sees the same trace, however its passes are laid out. Everything else runs
 unchanged. Reading the trace costs two small launches per pass, which count against us.
-Shapes: Z lanes, P slots of a lane, B sequences, S passes of the trace.
-"""
+Shapes: Z lanes, P slots of a lane, B sequences, S passes of the trace."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class SteadyBlocks(SteadyEngine):
 
     def _lengths(self) -> list[int]:
         """Lengths of the prompts: the context, and a different number of tokens of the first block for each
-        sequence, so that blocks end in different passes from the start.
-        """
+        sequence, so that blocks end in different passes from the start."""
         size, num = self.arm.stride, self.load.concurrency
         assert self.load.context % size == 0, f"{self.load.context=} is no multiple of the block {size}"
         return [self.load.context + number * size // num for number in range(num)]
@@ -200,8 +198,7 @@ def _answers(steady: SteadyBlocks, max_tokens: int) -> Answers:
 
 def _expected(steady: SteadyBlocks, lane: int, num_known: int, num_left: int) -> int:
     """Passes that the trace expects for an answer of `num_left` tokens on a lane. Without fused commits every
-    block but the last, which is never stored, takes one more.
-    """
+    block but the last, which is never stored, takes one more."""
     arm, num_passes = steady.arm, 0
     assert isinstance(arm, BlockArm)
     while num_left > 0:

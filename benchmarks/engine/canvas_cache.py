@@ -8,8 +8,7 @@ one sequence, in CUDA graphs. The arm without a cache decides; the others replay
 The floor of a block pass is the time to stream all weights and the KV of the canvas.
 `speedup_over_none` compares the passes of the first `blocks` blocks, refreshes included; its limit has block
 passes at their floor. `agreement_with_none`: share of the decided tokens that the arm itself would have
-proposed, which on random weights does not transfer to trained ones.
-"""
+proposed, which on random weights does not transfer to trained ones."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def _add(
 
 def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:
     """Seconds of the passes between refreshes, and of refreshes, over all rounds. Passes of an engine with a
-    cache are not launched in advance.
-    """
+    cache are not launched in advance."""
     passes, reuse = measured.load.passes, measured.reuse
     assert reuse is not None
     block_passes, refreshes = list[float](), list[float]()
@@ -118,8 +116,7 @@ def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasLoad:
     """One sequence whose canvas has `canvas` positions, the last `answer` of them masks, decided in blocks of
-    `block` positions and `passes` passes. A round decides the first `num_blocks` blocks.
-    """
+    `block` positions and `passes` passes. A round decides the first `num_blocks` blocks."""
 
     canvas: int
     answer: int
@@ -184,8 +181,7 @@ class Decisions:
 @dataclass(slots=True, kw_only=True)
 class CanvasMeasured:
     """Seconds of every pass of every round, in order; `num_equal` of `num_replayed` tokens were the arm's
-    own. `reuse`: None for the arm without a cache.
-    """
+    own. `reuse`: None for the arm without a cache."""
 
     load: CanvasLoad
     reuse: CanvasReuse | None = None
@@ -231,8 +227,7 @@ class CanvasEngine:
 
     def run(self) -> list[float]:
         """Decide the blocks of a round; returns the seconds of every pass. Where passes are launched before
-        their results, only the sum means something.
-        """
+        their results, only the sum means something."""
         engine, load = self.engine, self.load
         params = SamplingParams(temperature=0, max_tokens=load.answer, ignore_eos=True, seed=0)
         engine.add_request(str(self._num_rounds), self._prompt.tolist(), params)

@@ -12,8 +12,7 @@ what they leave out is not decided: it stays decodable, and is decided later.
 Rows follow from the rules of FOCUS, applied to the deltas by tests/focus_reference.py. The least time of a
 pass: linears take their products at the rate of a large product, or the stream of their weights, whichever is
 longer, in three parts with rows of their own (layer 0 and the queries, keys and values of layer 1; the layers
-after it; the head); attention takes its products or the stream of keys and values.
-"""
+after it; the head); attention takes its products or the stream of keys and values."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ ALPHA = 1.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTrace:
     """One block. `decided[i]` are the positions that pass i decided, ascending; `deltas[i]` one number for
-    each of the masks that it began with.
-    """
+    each of the masks that it began with."""
 
     decided: tuple[tuple[int, ...], ...]
     deltas: tuple[tuple[float, ...], ...]
@@ -66,8 +64,7 @@ class UnmaskTrace:
 class RowCounts:
     """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `retained` after layer 1, of
     the `head` (masks that are retained), tokens decided; and `committed`: rows of clean blocks, which all
-    layers compute.
-    """
+    layers compute."""
 
     fed: float
     retained: float
@@ -91,8 +88,7 @@ def rules_of(size: int, *, evicts: bool, **more: Any) -> FocusRules:
 
 def rows_of(blocks: Sequence[BlockTrace], rules: FocusRules, *, evicts: bool) -> RowCounts:
     """Mean rows of a pass. The decided positions must be among those retained: else the trace is not of such
-    an arm.
-    """
+    an arm."""
     sums = Counter[str]()
     for block in blocks:
         state = BlockState()

@@ -11,8 +11,7 @@ compile_masked (`canvas/native.py`). Ours: paper (attention whole, 48 KiB a toke
 Part `l_max` bisects with `probe_layers` layers, the other layers' weights as ballast. Part `step` runs
 `layers` layers (0: all); its floor is linear FLOPs at the rate of the best library product plus attention
 FLOPs at the rate of the best library attention, both of this run. Arms that fail, are late or get no memory
-are printed with the reason. No part starts after `budget_s`. `quick` fits into 5 minutes of one H200.
-"""
+are printed with the reason. No part starts after `budget_s`. `quick` fits into 5 minutes of one H200."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Session:
     """One run of a model: its options, what it could not measure, and its rows to come.
 
     A row names the GPU, and reading the name may leave a context of this process on it. So rows are made
-    after the last measurement.
-    """
+    after the last measurement."""
 
     options: dict[str, str]
     model: str

@@ -6,8 +6,7 @@
 `prompts` are as of idlm-bench. Each is answered as it is (`set` "chat"), and so is a request to copy its
 greedy answer ("copy"). For every number of tokens that a match needs: tokens per forward pass, with those
 without lookups as baseline, and the share of accepted first drafts. Greedy answers in float32 must be those
-of AR decoding.
-"""
+of AR decoding."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ clear error, and all others finish. An allocation is a torch operation that retu
 dispatch mode; the outputs of Triton kernels are allocated by such operations. With an `accelerator` (or
 several) the decoder is block diffusion, and every answer that ends by itself is compared with that of a run
 without aborts in a pool with room for all. `waiting_share`: of all (sequence, pass) pairs those that found no
-room.
-"""
+room."""
 
 from __future__ import annotations
 
@@ -223,8 +222,7 @@ def _share_of_equal(options: dict[str, str], soaked: Soaked, arrivals: Arrivals)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
     """Effect of a shortage: exceptions that reached the caller, requests that failed, and whether all others
-    ended and every page was freed.
-    """
+    ended and every page was freed."""
 
     num_raised: int
     num_failed: int

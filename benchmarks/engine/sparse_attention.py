@@ -10,8 +10,7 @@ at another step of its block. First the gate: at full budget the logits of each 
 attention. `blocks` times whole blocks, commits included; `tpob_ms` is the time per output block of a
 sequence. `exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's
 paper (8 programs at one sequence). Cells are contexts and batches, `max` the largest batch whose KV fits;
-an arm that fails is left out (exit status 1). It needs a GPU.
-"""
+an arm that fails is left out (exit status 1). It needs a GPU."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def trace_of_passes(num_passes: int, size: int) -> Trace:
 
 class SteadyContexts(SteadyBlocks):
     """`SteadyBlocks` whose arm may walk contexts without splits. The first blocks, of which a part is fixed,
-    end before a round is timed: then every sequence emits whole blocks, one after another.
-    """
+    end before a round is timed: then every sequence emits whole blocks, one after another."""
 
     def start_and_warm_up(self) -> None:
         assert isinstance(self.arm, SparseArm)
@@ -259,8 +257,7 @@ def largest_batch(model: LoadedModel, context: int, num_tokens: int) -> int:
 
 def block_floor_ms(model: LoadedModel, arm: SparseArm, load: Load, rates: Rates) -> float | None:
     """Lower bound of a block by bytes and products at the measured rates; None where none is given. With MAGE
-    a first pass sees everything and reads the keys of sparse layers once more, the others see lists.
-    """
+    a first pass sees everything and reads the keys of sparse layers once more, the others see lists."""
     if arm.accelerators() and arm.name != "mage":
         return None
     batch, rows = load.concurrency, load.concurrency * arm.stride
@@ -285,8 +282,7 @@ def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
     """How far the logits of a block's second pass, over lists of all slots, are from those of exact
     attention: root mean square of the difference over that of the logits. 1 if that pass has no lists. Rows
     go to the experts that they chose with exact attention: rounding would choose others, and what those
-    compute is no measure of lists.
-    """
+    compute is no measure of lists."""
     full = replace(arm, k=EVERYTHING, graphs=False, num_inflight_steps=0, exact_share=1 / arm.num_passes)
     routes: list[tuple[torch.Tensor, torch.Tensor]] = []
     with routing(routes, replays=False):
@@ -314,8 +310,7 @@ def routing(routes: list[tuple[torch.Tensor, torch.Tensor]], *, replays: bool) -
 
 def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torch.Tensor, bool]:
     """Logits of the second pass over the first blocks, and whether all sequences see lists in it. The first
-    pass of all arms is the same.
-    """
+    pass of all arms is the same."""
     torch.manual_seed(0)
     steady = steady_contexts(model, arm, load, num_blocks=1)
     runner: Any = steady.engine._parts.runner

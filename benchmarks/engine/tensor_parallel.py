@@ -8,8 +8,7 @@ Random weights of the model's shape in `layers` layers are written to a folder, 
 own part. Random drafts are rejected, but with static shapes a pass takes the same time whatever is accepted.
 So the benchmark measures the time of a pass without prompts, and computes tokens per pass from `acceptance`
 by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR, which is stride 1, emits one token a pass.
-With `links=false` ranks sum by NCCL alone; `speedup` is over one GPU, if `sizes` starts with 1.
-"""
+With `links=false` ranks sum by NCCL alone; `speedup` is over one GPU, if `sizes` starts with 1."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype,
 
 def _add_rows(report: Report, directory: Path, size: int, alone: dict[int, float]) -> dict[int, float]:
     """Add rows of AR and every stride on `size` GPUs; returns milliseconds of a pass by stride. `alone`:
-    those of one GPU, if they are known.
-    """
+    those of one GPU, if they are known."""
     options, found, acceptance = dict(report.options), dict[int, float](), float(report.options["acceptance"])
     links = options["links"] == "true"
     case: dict[str, Any] = {name: int(options[name]) for name in ("concurrency", "context", "layers")}

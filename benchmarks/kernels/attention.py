@@ -8,8 +8,7 @@ A norm runs between two layers (attention_step.py), and its own time is subtract
 dependent launch. The stream is a sum over 4 GiB, measured in the same process. `rows=2048` is a chunk of a
 prompt. It needs a GPU. A library that is absent or fails is named with the reason; "flash_attn 4" is
 FlashAttention 4 (pip install -e '.[flash-attn]'), which on Hopper does not split the cache of a sequence over
-programs. R rows of this pass, N query heads, K KV heads, H head dim, S physical KV slots, B sequences.
-"""
+programs. R rows of this pass, N query heads, K KV heads, H head dim, S physical KV slots, B sequences."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ MAX_HEAD_DIM = 128
 
 def flash_obstacle(shape: HeadShape) -> str:
     """Why FlashAttention 4 cannot run here; empty if it can. It serves rows that see exactly the slots up to
-    their own.
-    """
+    their own."""
     if any(importlib.util.find_spec(name) is None for name in ("flash_attn", "flash_attn.cute")):
         return "flash-attn-4 is not installed (pip install -e '.[flash-attn]')"
     if shape.head_dim > MAX_HEAD_DIM:
@@ -126,8 +124,7 @@ def flash_obstacle(shape: HeadShape) -> str:
 def flash_attend(rows: AttentionRows, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of q [R, N, H] and the caches [S, K, H] that returns the output [R, N, H].
 
-    Computes lengths on the device, without waiting for it.
-    """
+    Computes lengths on the device, without waiting for it."""
     attention: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     num_slots_B = torch.where(rows.cu_rows.diff() > 0, rows.own_slots_R[rows.cu_rows[1:] - 1] + 1, 0).int()
     cu_rows, block_table = rows.cu_rows.int(), rows.block_table.int()

@@ -5,8 +5,7 @@
 One process measures stream and matmul rate, then router, experts and sum as a replayed graph, torch's grouped
 matmul in a graph, and the loop over experts, which cannot be captured. Few rows are several inputs in turn,
 so that weights come from memory. `products` are the two grouped products alone. It needs a GPU. R rows, E
-experts.
-"""
+experts."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 It needs a GPU. One process measures the stream, then every arm as a replayed graph over copies of the weight
 that exceed the L2 cache: `linear` with the launch that the engine chooses, `fixed` with that of deterministic
 mode. Gate: at most 1.5 times the error of cuBLAS against fp64.
-R rows, D input width, E output width.
-"""
+R rows, D input width, E output width."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ of the gathered rows alone, into a buffer that exists: no gather, no softmax. Fi
 tokens are the best of an fp64 product, within twice the error of the library's logits, and so are their
 probabilities. Arms run in turn within a round. `lengths`: rows at which extra memory is measured. It needs a
 GPU.
-X wanted rows, Y rows that are checked, V vocabulary, D width.
-"""
+X wanted rows, Y rows that are checked, V vocabulary, D width."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours affect them
 equally, each time with a cold L2 cache; medians.
 "flash" is FlexAttention with FlashAttention 4 (pip install -e '.[flash-attn]') as its back end. Where it is
-absent or fails, the reason is printed and the other arms are measured.
-"""
+absent or fails, the reason is printed and the other arms are measured."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def _results(attend: Attend, leaves: list[Tensor], doutput: Tensor, dtype: torch
 def _errors(documents: list[int], stride: int, absent: dict[str, str]) -> dict[str, float]:
     """Largest error of each arm against float64 over that of dense SDPA, on documents cut to a small size.
 
-    `absent` gets the reason of each arm that cannot run.
-    """
+    `absent` gets the reason of each arm that cannot run."""
     if (problem := flash_problem()) is not None:
         absent["flash"] = ": ".join(problem)
     shrink = CHECKED_LENGTH / sum(documents)
@@ -176,8 +174,7 @@ def _step(attend: Attend, leaves: list[Tensor], doutput: Tensor) -> Callable[[],
 def _add(report: Report, case: dict[str, Any], times: dict[str, float], gates: dict[str, float]) -> None:
     """Time and speed-up over FlexAttention's Triton back end in the same run; gate: twice PyTorch's error.
 
-    `flex=fa4` in a case: over FlexAttention with FlashAttention 4, if that is as exact.
-    """
+    `flex=fa4` in a case: over FlexAttention with FlashAttention 4, if that is as exact."""
     for arm in sorted(gates.keys() & times.keys() - {"flex"}):
         where, gate = case | {"arm": arm}, gates[arm] <= 2
         report.add(where, "speedup_vs_flex", times["flex"] / times[arm], "x", gate_passed=gate)

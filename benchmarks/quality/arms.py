@@ -36,8 +36,7 @@ class ArmResult:
 @contextmanager
 def engine_of(options: dict[str, str], decoder: str, **settings: Any) -> Iterator[Engine]:
     """The engine of a benchmark's `model`, `device`, `dtype` and `batch`, with further keywords; its memory
-    is free afterwards, if the caller deletes its own name of it.
-    """
+    is free afterwards, if the caller deletes its own name of it."""
     sizes: dict[str, Any] = {"max_num_seqs": int(options["batch"]), **settings}
     engine = Engine.from_pretrained(
         options["model"], decoder, device=options["device"], dtype=options["dtype"], **sizes

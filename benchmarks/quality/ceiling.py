@@ -11,8 +11,7 @@ other (`held_out`, which a draft can reach). Contexts are `positions` of each of
 draws itself at `temperature` to `prompts` (as of idlm-bench: a file, a task or `text`). Greedy drafts have
 no such bound: x_1 follows from the context.
 
-K continuations, V vocabulary.
-"""
+K continuations, V vocabulary."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def highest_acceptance(p_KV: Tensor) -> float:
     """max over q of the mean over k of sum_v min(p_KV[k, v], q[v]), q >= 0 with sum 1.
 
     In each v the mean is concave in q[v] with slope (number of k whose p exceeds q[v]) / K. So the steepest
-    pieces are filled first, until q sums to 1.
-    """
+    pieces are filled first, until q sums to 1."""
     p_VK = p_KV.T.contiguous().sort(dim=1).values
     pieces_K = p_VK.diff(dim=1, prepend=torch.zeros_like(p_VK[:, :1])).sum(dim=0, dtype=torch.float64)
     filled_K = pieces_K.cumsum(0).clamp(max=1.0).diff(prepend=pieces_K.new_zeros(1))

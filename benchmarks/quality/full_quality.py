@@ -5,8 +5,7 @@
 Decoding is greedy on canvases of `max_tokens`. The baseline decides one token a pass in the first block
 length, the most confident one first, and is judged: it must answer `ENOUGH` of the questions. Every question
 counts once in every arm, so a difference is judged by the questions on which two arms disagree. `caches`
-names values of `decoder.cache`, with "none" for a decoder without that option.
-"""
+names values of `decoder.cache`, with "none" for a decoder without that option."""
 
 from __future__ import annotations
 

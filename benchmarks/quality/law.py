@@ -8,8 +8,7 @@ On a toy of 5 tokens, draws with graphs and asynchronous steps are tested agains
 tokens 0..3 and 4..7, which transformers enumerates (tests/law/harness.py). `penalties`: penalties, biases and
 both at three temperatures, which share the draws and every pass (tests/law/changes/law.py). One process per
 case, all on the same GPU, because the toy is bound by the host. `faults`: pytest runs the suite of
-tests/law/faults.py on the device too.
-"""
+tests/law/faults.py on the device too."""
 
 from __future__ import annotations
 

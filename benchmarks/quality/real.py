@@ -15,8 +15,7 @@ first `num` count (0: all), and the first set is that of all parts but `acceptan
   log-likelihoods of a gated adapter must be those of its base, digit for digit.
 - law: total variation of the first `FIRST_TOKENS` tokens, by position, between `draws` answers of ISD and of
   AR, whose floor is that between AR and AR with other seeds. It passes within `MAX_ERRORS` standard errors.
-- speed: tokens/s over those of AR, in turns, at each concurrency and temperature.
-"""
+- speed: tokens/s over those of AR, in turns, at each concurrency and temperature."""
 
 from __future__ import annotations
 

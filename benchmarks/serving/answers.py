@@ -5,8 +5,7 @@
 
 So many prompts of 64 tokens at once, AR, temperature 1, random weights; the best of all rounds but the first.
 Reader `http` streams completions of `idlm-serve`, with a chunk for each event of the engine. Its clients are
-in this process and read bytes only, so that they do not hold up the server.
-"""
+in this process and read bytes only, so that they do not hold up the server."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ SCALES = {"tiny": 16}
 
 def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
     """Output tokens per second of a load, from `aggregate`. UserError IDLM-0108 if it made no token, with the
-    error of the first request that has one.
-    """
+    error of the first request that has one."""
     rate = float(figures["mean_output_throughput_tokens_per_s"])
     if not rate:
         output = next(
@@ -42,8 +41,7 @@ def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Options, and what was measured: output tokens per second of AR by concurrency, and result rows.
-    `peer`: that of the same run, in the case of our rows.
-    """
+    `peer`: that of the same run, in the case of our rows."""
 
     options: dict[str, str]
     path: Path

@@ -16,8 +16,7 @@ as far as they are all stored at once. The time of the shorter one (the prompts 
 first (vllm_peer.py); its greedy answers must be AR's:
 
     python -m benchmarks.serve vllm=DIR model=qwen3-0.6b decoders=ar parts=mixed,steady \\
-        concurrency=256,128,64,16,1
-"""
+        concurrency=256,128,64,16,1"""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ of them invalid; each other body is one of these with fields and values of other
 Nothing may get a 5xx or lose its connection, each 4xx names a field and its rule, and the engine is not
 started again. Rows: `requests` (the gate), `broken_rules`, `refused` (the share that got a 4xx). Case `kind`
 is valid, invalid or spliced; a valid request may have values that do not go together, a prompt that is too
-long, or a token that does not exist.
-"""
+long, or a token that does not exist."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def _cycle(sources: list[tuple[str, Iterator[Any]]], num: int) -> Iterator[Itera
 
 def splice(*kinds: list[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:
     """Bodies without end: one of the first kind with a few fields of others, a tenth of them with values of
-    other fields.
-    """
+    other fields."""
     bodies = [body for kind in kinds for body in kind]
     values = [value for body in bodies for value in body.values()]
     while True:

@@ -8,8 +8,7 @@ gives the text of each; no choice in them is a near tie, which the rounding of a
 rounds; after each, when the server is idle, its engine's process and this one, which serves and sends, are
 looked at. Rows: `requests` (the gate: every stream that was not left has the text of the quiet run, and
 nothing leaked), `leaked_pages`, `leaked_sockets`, `leaked_tasks` (since before the load), `memory_drift`
-(resident memory of both processes after the last round over that after the first).
-"""
+(resident memory of both processes after the last round over that after the first)."""
 
 from __future__ import annotations
 

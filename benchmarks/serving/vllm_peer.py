@@ -4,8 +4,7 @@
 
 `DIR` holds vLLM and what it needs. This file is both sides: `run_vllm` writes the job, starts the process and
 reads the result; `main` is the process. vLLM has its own defaults (graphs, asynchronous scheduling) but for
-limits, 8,192 prompt rows a pass (with which it is fastest) and no prefix cache.
-"""
+limits, 8,192 prompt rows a pass (with which it is fastest) and no prefix cache."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def run_vllm(
     `max_num_batched_tokens`.
 
     Returns `version`, `load_s`, and by load `seconds`, `num_tokens` of each answer and `token_ids`.
-    Raises UserError IDLM-0712 with the end of its output if it did not end well.
-    """
+    Raises UserError IDLM-0712 with the end of its output if it did not end well."""
     from idlm.errors import UserError
 
     with tempfile.TemporaryDirectory(prefix="idlm-vllm-") as home:

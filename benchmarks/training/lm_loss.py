@@ -4,8 +4,7 @@
 
 Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; `pip install liger-kernel` adds Liger.
 The error of every arm against float64 may be at most twice the unfused error, in the loss and both gradients,
-else its rows have a failed gate. It needs a GPU. M rows, D width, V vocabulary.
-"""
+else its rows have a failed gate. It needs a GPU. M rows, D width, V vocabulary."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The text is the project's own sources and documents. Every short piece of text becomes an id
 by its hash: ids are then spread and repeated as those of a real vocabulary are (Zipf), which determines the
-cost of an embedding and its gradient. It is not a data source of the product.
-"""
+cost of an embedding and its gradient. It is not a data source of the product."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class TextSource:
     """Endless samples: windows at pseudo-random positions of one text, every token supervised.
 
     Lengths are log-uniform from `shortest` to `length`; without `shortest` all have `length` tokens. Ids are
-    hashes below `vocab_size`.
-    """
+    hashes below `vocab_size`."""
 
     num_samples: int | None = None
 

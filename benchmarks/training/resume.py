@@ -8,8 +8,7 @@ random moments, to one process or to all. `points` are deaths on every rank at e
 stage is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of
 data items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips`
 bit flips and truncations of a published checkpoint must all be refused with the name of the file. `writers`
-are values of `train.save`.
-"""
+are values of `train.save`."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def random_kills(world: World, num_kills: int, generator: random.Random) -> None
 def kill_points(world: World, points: str, generator: random.Random) -> int:
     """Die at every change of a file after step `STAGE_END`, in the export of its stage and in its checkpoint.
 
-    Returns the number of points.
-    """
+    Returns the number of points."""
     before = world.folder / "before"
     # The state to start from: the checkpoint of the step before.
     world.run(before, crashes.CrashPlan(rank=0, step=STAGE_END, point=1))

@@ -11,8 +11,7 @@ whose checkpoint is in `folder` is not trained again, and one that has a whole r
 and passes and which problems were answered exactly (`marks`: bits as hexadecimal digits, the first problem
 last).
 
-Rows are made by study_report.py.
-"""
+Rows are made by study_report.py."""
 
 from __future__ import annotations
 
@@ -281,8 +280,7 @@ def task_of(chain: str) -> Task:
 
 def decoded(options: dict[str, str], name: str, checkpoint: Path) -> Iterator[dict[str, Any]]:
     """A dict for every cell and chain; one engine for cells that differ in the settings of requests alone.
-    It computes in float32: in bfloat16, ties would part greedy answers of strategies that agree.
-    """
+    It computes in float32: in bfloat16, ties would part greedy answers of strategies that agree."""
     arm, batch = ARMS[name], int(options["batch"])
     problems = {chain: task_samples(task_of(chain), "test", int(options["num"])) for chain in CHAINS}
     greedy: dict[str, list[list[int]]] = {}

@@ -3,8 +3,7 @@
 `exact_match_se` is the standard error over seeds where there are three or more, else that of the share of all
 problems. `paired_difference` is to the arm `ar` on the same problems, seeds and bases, with its error.
 `tokens_per_forward` leaves out prompt passes and their tokens, as eq. 3 of arXiv 2604.11035 does; `eq3_ratio`
-is what was measured over the closed form of the strategy at the measured acceptance of each draft.
-"""
+is what was measured over the closed form of the strategy at the measured acceptance of each draft."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ class Measured:
 
     def difference(self, other: Measured) -> tuple[float, float]:
         """(mean, standard error) of this cell's marks less those of `other`, problem by problem; the error is
-        over seeds, or, with less than `SEEDS_FOR_ERROR`, over problems.
-        """
+        over seeds, or, with less than `SEEDS_FOR_ERROR`, over problems."""
         by_seed = [
             [mine - theirs for mine, theirs in zip(self.marks[seed], other.marks[seed], strict=True)]
             for seed in sorted(self.common_seeds(other))

@@ -9,8 +9,7 @@ counts the FLOPs that the layout needs, twice those of autoregressive training, 
 product that every process of the arm measures. `dense_recompute` does what public trainers of the method do:
 a dense mask and recomputed activations. Losses of arms that train the same weights must agree
 (`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default what
-the recipe has on 8 GPUs.
-"""
+the recipe has on 8 GPUs."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ class Shape:
         affects. The products of the LoRA itself are left out.
         Attention: L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension
         forward and 10 backward: the second product of queries and keys counts, because the first cannot be
-        kept.
-        """
+        kept."""
         projections = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         layers = self.layers * (projections + 3 * self.width * self.ffn)
         head = self.width * self.vocab_size

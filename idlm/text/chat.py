@@ -236,8 +236,7 @@ class Turn(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Template:
     """Renders messages by the template that a tokenizer has for `tools`; `names` are its other variables.
-    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out.
-    """
+    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out."""
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] = ()

@@ -1,8 +1,7 @@
 """The contract of a data source.
 
 A source is map-style and pure: sample i does not depend on what was read before. It neither packs samples nor
-depends on the objective. A new source is one new file in `train/data/sources`, registered in `SOURCES`.
-"""
+depends on the objective. A new source is one new file in `train/data/sources`, registered in `SOURCES`."""
 
 from __future__ import annotations
 

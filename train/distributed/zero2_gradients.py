@@ -9,8 +9,7 @@ has its own: another version, ZeRO-3, offloaded states, float32 weights. For P w
     norm      one pass over the flat sums, 4 P bytes. DeepSpeed copies each gradient to float64, 20 P bytes.
     overflow  the norm shows what is not finite: two passes less, of 8 P bytes and a dozen kernels per weight.
     clipping  is left out where it multiplies by 1, 8 P bytes.
-    reduction of a micro-batch's last bucket overlaps the next forward pass, and the host does not wait.
-"""
+    reduction of a micro-batch's last bucket overlaps the next forward pass, and the host does not wait."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The dry run and the run call `check_architecture` with the same configuration. It makes a model of the same
 class with fewer and narrower layers and random weights on the CPU, and runs `check_model` on it, with a
 backward pass. So the dry run executes the check of the run, and a run does not load a base that it refuses.
-A run loads a small base at once, and checks that (`train.prepare.stands_for_itself`).
-"""
+A run loads a small base at once, and checks that (`train.prepare.stands_for_itself`)."""
 
 from __future__ import annotations
 

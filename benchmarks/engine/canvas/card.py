@@ -4,8 +4,7 @@ torch's memory fraction does not see mapped pages, contexts or workspaces, so a 
 card itself: what the ballast holds is held for every allocator.
 
 Also the longest canvas that a probe accepts, by bisection, and the timeline of one step: bytes alive after
-each allocation and release.
-"""
+each allocation and release."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def ballast_bytes(cap_bytes: int, *, total_bytes: int, absent_bytes: int) -> int
 
 def take_cap(cap_gib: float, *, absent_bytes: int) -> None:
     """Leave `cap_gib` GiB of the current device (0: all of it), less `absent_bytes`, until the process ends:
-    the rest is taken with the driver's own call, and nothing uses it.
-    """
+    the rest is taken with the driver's own call, and nothing uses it."""
     torch.empty(1, device="cuda")  # makes the context that the call below uses
     free, total = torch.cuda.mem_get_info()
     cap = int(cap_gib * GIB) if cap_gib else total
@@ -90,8 +88,7 @@ def longest(probe: Callable[[int], bool], *, guess: int, limit: int = 1 << 24) -
     """Bisect for the longest length that `probe` accepts, to `TOLERANCE` of it.
 
     A probe that accepts a length is taken to accept all shorter ones. Starting at the guess, steps double
-    until one length fits and one does not. Nothing below `SHORTEST` or above `limit` is tried.
-    """
+    until one length fits and one does not. Nothing below `SHORTEST` or above `limit` is tried."""
     search, step = Search(), FIRST_STEP
     length = min(limit, max(SHORTEST, guess))
     while len(search.probes) < MAX_PROBES:

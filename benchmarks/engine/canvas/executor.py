@@ -1,8 +1,7 @@
 """One denoising step by the product's planned passes, over a trunk of random weights.
 
 The proposals are those of decoder `full` at temperature 0, order low_confidence.
-Shapes: R rows of the canvas, X wanted rows, Y rows of a slice, V vocabulary.
-"""
+Shapes: R rows of the canvas, X wanted rows, Y rows of a slice, V vocabulary."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class ExecutorArm:
 
     def planned(self, given: Canvas) -> dict[str, int]:
         """Bytes of the workspace, the most that live in it at once, and all bytes that are planned: libraries
-        may allocate some outside the workspace.
-        """
+        may allocate some outside the workspace."""
         plan = self.plan(given)
         return {
             "workspace_bytes": plan.peak_bytes,

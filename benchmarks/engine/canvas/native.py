@@ -9,8 +9,7 @@ generate.py (softmax of all logits in fp64), `native` today's (bf16 logits and s
 logits of masks only and no softmax: the confidence is exp(max - logsumexp). `compile` and `compile_masked`
 compile the whole step, model and sampler, with dynamic shapes, so that the compiler may fuse the softmax.
 Shapes: B canvases (1), L positions, M masks, D width, N heads, K KV heads, H head dim, V vocabulary, E
-experts, C chosen experts, F ffn.
-"""
+experts, C chosen experts, F ffn."""
 
 from __future__ import annotations
 
@@ -247,8 +246,7 @@ def proposals_of_masks(
     model: NativeModel, ids_BL: Tensor, index_M: Tensor, *, is_shifted: bool, is_chunked: bool
 ) -> Proposals:
     """Tokens and confidences of the masks. `is_chunked`: by chunks of rows, without a second tensor of
-    logits; a compiler fuses the fp32 copy into the reductions.
-    """
+    logits; a compiler fuses the fp32 copy into the reductions."""
     logits_MV = masked_logits(model, ids_BL, index_M, is_shifted=is_shifted)
     chunk_rows = max(1, CHUNK_BYTES // (4 * logits_MV.shape[1]))
     tokens, confidences = [], []

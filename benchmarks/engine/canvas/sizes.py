@@ -1,8 +1,7 @@
 """Bytes and FLOPs of full-diffusion models, and the floors that follow from them.
 
 Sizes are bytes of a token that live at once in one denoising step, so that the longest canvas of an arm is
-(cap - weights - 1 GiB) / bytes per token.
-"""
+(cap - weights - 1 GiB) / bytes per token."""
 
 from __future__ import annotations
 

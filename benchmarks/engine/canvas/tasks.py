@@ -3,8 +3,7 @@
 Every task runs in a fresh process, which is given it as JSON, its only argument, and takes a ballast that
 leaves the task's cap of the card. The process prints one line that starts with `MARK` and holds the answer,
 or the reason of its failure. The allocator is chosen by the environment, before torch is imported.
-Shapes: L positions, N heads, H head dim.
-"""
+Shapes: L positions, N heads, H head dim."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class TaskFailedError(RuntimeError):
 def run_in_process(task: Task, *, timeout_s: float, program: tuple[str, ...] = PROGRAM) -> Answer:
     """The answer of a task in a fresh process; raises TaskFailedError with the reason if there is none.
 
-    `program` gets the task as its last argument.
-    """
+    `program` gets the task as its last argument."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     environment = {**os.environ, "PYTHONPATH": path}
     environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{task.expandable}"
@@ -133,8 +131,7 @@ def main(arguments: list[str]) -> int:
 
 def open_arm(task: Task) -> Arm:
     """The arm of a task on its device, after the ballast; it has run two lengths, so that what a step needs
-    is loaded and compiled.
-    """
+    is loaded and compiled."""
     device, dtype = task.torch_device, getattr(torch, task.dtype)
     whole, spec = model_spec(task.model), model_spec(task.model, num_layers=task.layers or None)
     if device.type == "cuda":

@@ -1,7 +1,6 @@
 """A small kernel of the decode benchmark: the trace's verdict over the real one.
 
-Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
-"""
+Shapes: Z lanes, B sequences, J drafts, S tests of the trace."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def overwrite(
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """`trace`: accepted_S, num_tests_Z; `columns`: lanes_B, first_rows_B, active_B, drafts_ZJ,
-    layout_Z.
-    """
+    layout_Z."""
     num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
     overwrite_kernel[(num_sequences,)](
         *trace,

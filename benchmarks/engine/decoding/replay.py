@@ -7,8 +7,7 @@ authors' published tokens per forward imply by eq. 3: 1.80, 2.48, 2.96, 4.01 at 
 Random weights accept nothing, so while `replaying` every verdict on drafts is overwritten with the trace's,
 after the real test. Everything else runs unchanged: probabilities, test, residual, draws, commit. The
 overwriting costs one small launch per step, which counts against us. Shapes: Z lanes, B sequences, J drafts,
-A = J + 1, S tests of the trace, Y layouts.
-"""
+A = J + 1, S tests of the trace, Y layouts."""
 
 from __future__ import annotations
 
