@@ -71,8 +71,7 @@ def ms_in_turns(
     calls: Mapping[str, Callable[[], Any]], rounds: int, *, before: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
     """Median milliseconds of each call on the GPU; all run in turn within a round, so that clocks affect them
-    equally, each after `before`, which is not timed.
-    """
+    equally, each after `before`, which is not timed."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -104,11 +103,8 @@ class Timer:
         self.rounds = rounds
         self.bytes_per_us = stream_rate(rounds=rounds) / 1e6 if bytes_per_us is None else bytes_per_us
 
-    def us_per_call(self, calls: Sequence[Callable[[], Any]], *, rest: float = 0.0) -> float:
-        """Microseconds per call of a graph that holds `calls` in turn, repeated to at least `MIN_US`.
-
-        The device idles for `rest` seconds before each replay: a long load lowers its clock.
-        """
+    def us_per_call(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Microseconds per call of a graph that holds `calls` in turn, repeated to at least `MIN_US`."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -120,7 +116,7 @@ class Timer:
         times = 1 + int(MIN_US / max(1.0, self._replayed(graph)))
         if times > 1:
             graph = self._captured(calls, times)
-        replays = (self._replayed(graph, rest) for _ in range(self.rounds))
+        replays = (self._replayed(graph) for _ in range(self.rounds))
         return statistics.median(replays) / (times * len(calls))
 
     def _captured(self, calls: Sequence[Callable[[], Any]], times: int) -> torch.cuda.CUDAGraph:
@@ -132,6 +128,5 @@ class Timer:
         graph.replay()
         return graph
 
-    def _replayed(self, graph: torch.cuda.CUDAGraph, rest: float = 0.0) -> float:
-        time.sleep(rest)
+    def _replayed(self, graph: torch.cuda.CUDAGraph) -> float:
         return 1000 * device_ms(graph.replay)

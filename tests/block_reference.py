@@ -53,20 +53,17 @@ class Rules:
 
 
 class SlowBlocks:
-    """A model and rules. Counts edits, and rows of blocks that are not clean yet. `allows_ties`: rounding may
-    decide near ties, for statistics over many answers.
-    """
+    """A model and rules. Counts edits, and rows of blocks that are not clean yet."""
 
     num_edits = 0
     num_rows = 0
-    allows_ties = False
     logprobs: dict[int, float]
     """By position, of the last token decided there in the last answer."""
 
-    def __init__(self, directory: Path, rules: Rules, *, allows_ties: bool = False) -> None:
+    def __init__(self, directory: Path, rules: Rules) -> None:
         import transformers
 
-        self.rules, self.allows_ties = rules, allows_ties
+        self.rules = rules
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -190,14 +187,13 @@ class SlowBlocks:
                 scores[index] = -sum(p * math.log(p) for p in own if p > 0)
             elif sampling.temperature > 0 and scores[index] == 1:
                 certain.add(index)
-            if not self.allows_ties:
-                assert_clear_filters(row, sampling)
+            assert_clear_filters(row, sampling)
 
         def choose(scores: dict[int, float]) -> list[int]:
             return sorted(self._choose(scores, num_passes))
 
         chosen = choose(scores)
-        if not self.allows_ties and self.rules.strategy != "sequential":
+        if self.rules.strategy != "sequential":
             # A law of one token has probability 1 on every device: of such ties, the left position is first.
             clear_choice(choose, scores, exact=certain)
         return {index: self._draw(rows[index], sampling, numbers[index]) for index in chosen}
@@ -205,8 +201,7 @@ class SlowBlocks:
     def _draw(self, row: list[float], sampling: Sampling, number: float) -> int:
         """The token that a random number draws."""
         law = law_of(row, sampling)
-        if not self.allows_ties:
-            assert_clear_draw(row, law, sampling, number)
+        assert_clear_draw(row, law, sampling, number)
         return invert(law, number)
 
     def _edit(self, row: list[float], old: int | None, sampling: Sampling) -> int | None:
@@ -214,11 +209,10 @@ class SlowBlocks:
         assert self.rules.edit is not None
         judge = softmax(row) if sampling.temperature == 0 else law_of(row, sampling)
         best = row.index(max(row))
-        if not self.allows_ties:
-            if best != old:
-                assert_apart(judge[best], self.rules.edit)
-            if judge[best] > self.rules.edit:
-                assert_gap(row)
+        if best != old:
+            assert_apart(judge[best], self.rules.edit)
+        if judge[best] > self.rules.edit:
+            assert_gap(row)
         return best if judge[best] > self.rules.edit else old
 
     def _choose(self, scores: dict[int, float], step: int) -> list[int]:

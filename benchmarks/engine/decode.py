@@ -5,7 +5,6 @@
         [several=3] [penalties=true]
         [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
         [least=256] [record=true]
-    python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
 every sequence in mid-answer. A load is so many sequences by the tokens of their contexts, an arm
@@ -14,8 +13,7 @@ MASK rows, 0 for none. `several`: also so many adapters of these ranks in one en
 turn, over one. `penalties`: also arms whose requests have penalties, without an adapter. Traces, the
 same in all arms, replace the verdicts on drafts (decoding/replay.py), one after the other in the rounds. A
 pass takes as long whatever it accepts; so its tokens are those that the strategy expects at the trace's
-acceptance, which `tokens_per_forward` compares with the replayed ones. It needs a GPU.
-"""
+acceptance, which `tokens_per_forward` compares with the replayed ones. It needs a GPU."""
 
 from __future__ import annotations
 
@@ -34,24 +32,18 @@ from benchmarks.engine.decoding import harness
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import trace_of
 from benchmarks.models import free_bytes, weights_of
-from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
+from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import Timer
-from idlm.contracts import Completion, SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer.decoders.base import max_rows
 from idlm.infer.decoders.rejection import strategy_of
-from idlm.infer.engine import Engine
-from idlm.infer.evaluation.evaluate import task_samples
 from idlm.infer.models.loader import LoadedModel
-from idlm.tasks import TASKS
 
-CONCURRENCY = (1, 7, 64)
-STRATEGY, STRIDE = "branch", 4
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 "
     "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
     "several=1 penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 "
-    "rounds=2 tokens=48 least=256 record=true mismatches= base= num=200 length=512"
+    "rounds=2 tokens=48 least=256 record=true"
 )
 ARMS = {
     ("branch_3", 8): (1, 4),
@@ -68,9 +60,6 @@ ARMS = {
 
 def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS, needs_gpu="decode")
-    if options["mismatches"]:
-        mismatches(Report("decode", options), options)
-        return 0
     parts = chosen(options, "parts", PARTS)
     chosen(options, "sampling", SAMPLING)
     for name in options["trace"].split(","):
@@ -86,39 +75,6 @@ def measure(arguments: list[str]) -> int:
     for problem in bench.problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return int(bool(bench.problems))
-
-
-def mismatches(report: Report, options: dict[str, str]) -> None:
-    """Mismatched tokens of the adapter `options["mismatches"]` at each concurrency, against AR alone."""
-    num, length = int(options["num"]), int(options["length"])
-    prompts = [sample.prompt for sample in task_samples(TASKS.get("ledger")(level="tiny"), "test", num)]
-    expected = _answers(options, "ar", prompts, length, max_num_seqs=CONCURRENCY[-1])
-    for concurrency in CONCURRENCY:
-        choices = {"stride": STRIDE, "rejection_strategy": STRATEGY, "max_num_seqs": concurrency}
-        answers = _answers(options, "isd", prompts, length, **choices)
-        wrong = sum(_differing(a, b) for a, b in zip(answers, expected, strict=True))
-        case = {"concurrency": concurrency, "prompts": num, "tokens": length, "dtype": options["dtype"]}
-        report.add(case, "deterministic_mismatches", wrong, "tokens", gate_passed=wrong == 0)
-
-
-def _answers(
-    options: dict[str, str], decoder: str, prompts: list[str], length: int, **settings: Any
-) -> list[Completion]:
-    if options["base"]:
-        settings["base"] = options["base"]
-    settings |= {"device": options["device"], "dtype": options["dtype"], "deterministic": True}
-    engine = Engine.from_pretrained(options["mismatches"], decoder, **settings)
-    limit = engine.settings.max_length
-    assert limit is not None
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    longest = max(map(len, engine.encode(prompts)))
-    return engine.generate(prompts, [replace(params, max_tokens=min(length, limit - longest))] * len(prompts))
-
-
-def _differing(ours: Completion, theirs: Completion) -> int:
-    lengths = (len(ours.token_ids), len(theirs.token_ids))
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
-    return max(lengths) - next((index for index, (a, b) in pairs if a != b), min(lengths))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,8 +103,7 @@ class Bench(models.Bench):
 
 def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
     """Time of all linears of a pass by `F.linear`, replayed as one graph. `num_head_rows`: rows that need
-    logits, None for all.
-    """
+    logits, None for all."""
     *weights, head = weights_of(model)
     inputs_RD = {
         width: torch.randn(num_rows, width, device=model.device, dtype=model.dtype)
@@ -173,8 +128,7 @@ SHARE_TOGETHER = 0.7
 
 def measure_arms(bench: Bench, arms: list[Arm], load: Load, reference: Arm | None = None) -> list[Measured]:
     """Measure all arms that fit and run, with rounds in turn for those that fit in memory together, and
-    with the `reference`, which each of them then names.
-    """
+    with the `reference`, which each of them then names."""
     found: list[Measured] = []
     waiting = [arm for arm in arms if harness.fits(bench.model, arm, load)]
     if len(waiting) < len(arms):

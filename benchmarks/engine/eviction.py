@@ -2,16 +2,13 @@
 
     python -m benchmarks.eviction [batch=1,16,32,64,128,256] [context=1024,4096] [block=32]
         [commit=clean,unfrozen] [parts=gate,throughput] [rounds=2] [passes=24] [warmup=auto]
-    python -m benchmarks.eviction parts=mage context=32768 batch=max k=1024
 
 SDAR-8B's shape with random weights and random KV; every sequence is at another step of its block, and blocks
 are decided at the same threshold in both arms. All kernels run on real queries and keys; then the deltas and
 positions of a drawn trace (eviction_trace.py) replace what they found.
 First the gate: with a budget of the whole block the logits are those of full blocks. `throughput` measures
 full blocks and FOCUS, each after the warm-up of a server (`warmup`: auto, full or off), and compares with the
-limit that follows from the trace's rows and the rates of this run. `mage` compares neither, each alone and
-both over long contexts. It needs a GPU.
-"""
+limit that follows from the trace's rows and the rates of this run. It needs a GPU."""
 
 from __future__ import annotations
 
@@ -32,15 +29,13 @@ from benchmarks.engine.eviction_harness import (
     parity_error,
 )
 from benchmarks.engine.eviction_trace import UnmaskTrace, limit_ms, linear_flops, synthetic_trace
-from benchmarks.engine.sparse_attention import largest_batch
 from benchmarks.models import free_bytes, slot_bytes
 from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,16,32,64,128,256 context=1024,4096 "
-    "block=32 commit=clean,unfrozen k=1024 exact_layers=2 parts=gate,throughput rounds=2 "
-    "passes=24 warmup=auto record=true"
+    "block=32 commit=clean,unfrozen parts=gate,throughput rounds=2 passes=24 warmup=auto record=true"
 )
 COMMITS = ("clean", "unfrozen")
 TOKENS_A_PASS = 4
@@ -78,18 +73,15 @@ class Bench(models.Bench):
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
 
     def batches(self) -> list[int]:
-        """The batches whose KV fits with graphs and workspaces; `max` is the largest."""
+        """The batches whose KV fits with graphs and workspaces."""
         found = []
-        for text in self.options["batch"].split(","):
-            if text == "max":
-                found.append(largest_batch(self.model, self.context, self.load(1).num_tokens))
-                continue
-            load = self.load(int(text))
+        for batch in numbers(self.options["batch"]):
+            load = self.load(batch)
             kv_bytes = load.concurrency * (load.context + load.num_tokens) * slot_bytes(self.model)
             if kv_bytes + RESERVED_BYTES < free_bytes(self.model):
-                found.append(int(text))
+                found.append(batch)
             else:
-                print(f"batch {text} with contexts of {self.context} does not fit", flush=True)
+                print(f"batch {batch} with contexts of {self.context} does not fit", flush=True)
         return found
 
     def window(self, arm: EvictionArm, batch: int) -> Window:
@@ -197,24 +189,7 @@ def _add_window(bench: Bench, arm: EvictionArm, found: Window) -> None:
         bench.add(case, "warm_up_memory", found.warm_up.num_bytes / 1e9, "GB")
 
 
-def mage(bench: Bench) -> None:
-    k, exact_layers = bench.number("k"), bench.number("exact_layers")
-    for batch in bench.batches():
-        speeds = {}
-        for name, base in (("neither", bench.full), ("focus", bench.focus())):
-            for mage_k in (None, k):
-                label = name if mage_k is None else f"{name}+mage"
-                arm = replace(base, name=label, mage_k=mage_k, exact_layers=exact_layers)
-                speeds[label] = bench.speed(arm, bench.window(arm, batch))
-                case = bench.case(batch, k=k, arm=label)
-                bench.add(case, "tokens_per_second", speeds[label], "tokens/s")
-        both, better = speeds["focus+mage"], max(speeds["focus"], speeds["neither+mage"])
-        case = bench.case(batch, k=k)
-        bench.add(case, "focus_mage_over_better", both / better, "x")
-        bench.add(case, "focus_mage_over_neither", both / speeds["neither"], "x")
-
-
-PARTS: dict[str, Callable[[Bench], None]] = {"gate": gate, "throughput": throughput, "mage": mage}
+PARTS: dict[str, Callable[[Bench], None]] = {"gate": gate, "throughput": throughput}
 
 if __name__ == "__main__":
     start(measure, __doc__)

@@ -9,8 +9,7 @@ what FOCUS measured, after both importance kernels have run, and its positions r
 was drawn, after the head and the sampling kernels, on the device and without a wait of the host; budget,
 selection, compaction and the strategy then run on them. The launches that replace (about a dozen a pass)
 count against us. Lanes begin at different blocks of the trace. L blocks of the trace, P passes, W positions,
-Z lanes, B sequences.
-"""
+Z lanes, B sequences."""
 
 from __future__ import annotations
 
@@ -138,27 +137,20 @@ GATE_LIMIT = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionArm(BlockArm):
-    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: with MAGE, whose
-    first `exact_layers` layers see all.
-    """
+    """Full blocks, or FOCUS with these options (`alpha` None: full blocks)."""
 
     alpha: float | None = None
     commit: str = "clean"
     stability: str = "neighbour"
-    mage_k: int | None = None
-    exact_layers: int = 2
 
     def decoder_options(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "threshold": THRESHOLD, "fused_commit": self.fused}
 
     def accelerators(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-        if self.mage_k is not None:
-            found["mage"] = ACCELERATORS.get("mage").Config(k=self.mage_k, exact_layers=self.exact_layers)
-        if self.alpha is not None:
-            options = {"alpha": self.alpha, "commit": self.commit, "stability": self.stability}
-            found["focus"] = ACCELERATORS.get("focus").Config(**options)
-        return found
+        if self.alpha is None:
+            return {}
+        options = {"alpha": self.alpha, "commit": self.commit, "stability": self.stability}
+        return {"focus": ACCELERATORS.get("focus").Config(**options)}
 
     @property
     def replayed(self) -> str:
@@ -171,8 +163,7 @@ class Window:
     """Sums over the measured rounds of one arm. `num_pairs` (sequence, pass) decided `num_tokens` in the
     passes of the trace (`num_traced`); the others waited or only stored a block. `num_captured` graphs of the
     rounds, `num_settling` of the traffic before them, in which every shape that was padded is captured at the
-    end, as by a server without requests. Rows are `requested` for, and `computed` with padding.
-    """
+    end, as by a server without requests. Rows are `requested` for, and `computed` with padding."""
 
     batch: int
     seconds: list[float] = field(default_factory=list)
@@ -212,8 +203,7 @@ class Window:
 
     def tokens_per_second(self, traced: float) -> float:
         """Tokens of a mean pass of the whole trace (`traced`) in the time of a median one: so the part of the
-        trace that a window happens to hold does not count.
-        """
+        trace that a window happens to hold does not count."""
         return 1e3 * self.batch * traced * self.traced_share / self.step_ms
 
 
@@ -244,8 +234,7 @@ class SteadyTrace(SteadyBlocks):
 
     def reach_steady_state(self, num_passes: int) -> None:
         """Start all requests and decode until every sequence has left the block of its prompt, and a round of
-        `num_passes` passes captures no graph.
-        """
+        `num_passes` passes captures no graph."""
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         while any(one.num_known == len(one.prompt_ids) for one in self.engine.scheduler.running):
@@ -296,8 +285,7 @@ class SteadyTrace(SteadyBlocks):
 
     def _positions(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
-        been decided in the block must be that of the trace (a near tie of deltas may send a lane astray).
-        """
+        been decided in the block must be that of the trace (a near tie of deltas may send a lane astray)."""
         decoder, size = self.engine.decoder, self.arm.stride
         assert isinstance(decoder, BlockDecoder)
         known_Z = self.engine.table.num_known_Z.tolist()
@@ -328,8 +316,7 @@ def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
 
 def parity_error(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> float:
     """Relative error of the logits of a block's second pass with a budget of the whole block, against those
-    of full blocks.
-    """
+    of full blocks."""
     full = replace(arm, alpha=None, graphs=False, num_inflight_steps=0)
     everything = replace(full, alpha=NO_EVICTION, stability="off")
     expected, found = (

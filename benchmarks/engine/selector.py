@@ -1,26 +1,17 @@
-"""What a selector of drafts gains in tokens per forward pass, and its share of a step.
+"""What a selector of drafts gains in tokens per forward pass.
 
     python -m benchmarks.selector model=PATH [task=ledger] [level=p4] [prompts=FILE] [num=64]
         [temperature=1.0] [strategies=cold,branch] [stride=] [max_tokens=256] [device=auto] [record=true]
-    python -m benchmarks.selector shape=qwen3-8b [concurrency=1,64] [context=1024] [stride=8]
-        [strategies=branch_3] [trace=p0.78] [rounds=3] [tokens=192] [record=true]
 
 `tokens_per_forward_gain`: a checkpoint with a selector, whose engine draws the drafts with it and without, on
-the same prompts (of a task, or as of idlm-bench). `step_share`: random weights of a true shape on one GPU,
-with the verdicts of a trace; what the selector adds to a step, over the step.
-"""
+the same prompts (of a task, or as of idlm-bench)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
-from benchmarks.engine.decoding.replay import trace_of
-from benchmarks.models import random_model
-from benchmarks.shared import Report, defaults, numbers, parse_options, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.infer.clients.loads import load_prompts
 from idlm.infer.engine import Engine
@@ -28,22 +19,14 @@ from idlm.infer.evaluation.evaluate import task_samples
 from idlm.tasks import TASKS
 
 DEFAULTS = defaults(
-    "model= shape= task=ledger level=p4 prompts= num=64 temperature=1.0 strategies= stride= max_tokens=256 "
-    "device=auto record=false concurrency=1,64 context=1024 trace=p0.78 rounds=3 tokens=192"
+    "model= task=ledger level=p4 prompts= num=64 temperature=1.0 strategies=cold,branch stride= "
+    "max_tokens=256 device=auto record=false"
 )
 
 
 def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS)
     report = Report("selector", options)
-    if options["shape"]:
-        step_share(parse_options(arguments, DEFAULTS | {"device": "cuda"}, needs_gpu="selector"), report)
-    else:
-        gain(options, report)
-    return report.status
-
-
-def gain(options: dict[str, str], report: Report) -> None:
     num = int(options["num"])
     if options["prompts"]:
         prompts = load_prompts(options["prompts"])[:num]
@@ -54,7 +37,7 @@ def gain(options: dict[str, str], report: Report) -> None:
         temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]), seed=1
     )
     more: dict[str, Any] = {"stride": int(options["stride"])} if options["stride"] else {}
-    for strategy in (options["strategies"] or "cold,branch").split(","):
+    for strategy in options["strategies"].split(","):
         found = {}
         for selector in (False, True):
             engine = Engine.from_pretrained(
@@ -74,33 +57,7 @@ def gain(options: dict[str, str], report: Report) -> None:
         case |= {"model": Path(options["model"]).name}
         report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)
         report.add(case, "tokens_per_forward", found[True], "tokens", baseline=found[False])
-
-
-def step_share(options: dict[str, str], report: Report) -> None:
-    device = options["device"]
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    stride, context = int(options["stride"] or 8), int(options["context"])
-    model = random_model(options["shape"], device=device, dtype=dtype)
-    for concurrency in numbers(options["concurrency"]):
-        more: Any = {"num_tokens": int(options["tokens"]), "sampling": SAMPLING["T1"]}
-        load = Load(concurrency=concurrency, context=context, **more)
-        for strategy in (options["strategies"] or ("branch_3" if concurrency == 1 else "alternate")).split(
-            ","
-        ):
-            arms = [
-                Arm(name=f"selector={with_}", strategy=strategy, stride=stride, selector=with_)
-                for with_ in (False, True)
-            ]
-            engines = [SteadyEngine(model, arm, load, trace_of(options["trace"], stride)) for arm in arms]
-            found = [Measured(arm=arm, load=load, width=0) for arm in arms]
-            for _ in range(int(options["rounds"])):
-                for steady, measured in zip(engines, found, strict=True):
-                    steady.measure(measured)
-            plain, selected = (measured.step_ms() for measured in found)
-            case = {"shape": options["shape"], "strategy": strategy, "stride": stride, "context": context}
-            case |= {"concurrency": concurrency}
-            report.add(case, "step_share", (selected - plain) / plain, "share", baseline=None)
-            report.add(case, "step_ms", selected, "ms", baseline=plain)
+    return report.status
 
 
 if __name__ == "__main__":

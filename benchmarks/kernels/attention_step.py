@@ -2,8 +2,7 @@
 
 A layer is attention and a norm of its output, which is the next layer's query, so launches overlap as they do
 in a model. The norms alone are timed too; the difference is the time of attention.
-R rows, N query heads, K KV heads, H head dim, B sequences, P pages, S slots, C listed slots.
-"""
+R rows, N query heads, K KV heads, H head dim, B sequences, P pages, S slots, C listed slots."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from idlm.kernels.paged_attention import (
 from idlm.kernels.rms_norm import add_rms_norm
 
 BRANCH_ROWS = 16
+MAX_LAYERS = 64
 COLD_BYTES = 1 << 28
 """Keys and values of all layers of a graph; five times the L2 cache of an H200."""
 MAX_BYTES = 48 << 30
@@ -74,23 +74,20 @@ def make_step(
     batch: int,
     context: int,
     rows: int,
-    layers: int = 64,
     cold_bytes: int = COLD_BYTES,
     is_block: bool = False,
     k: int | None = None,
-    run: int = 1,
     in_order: bool = False,
 ) -> Step | None:
     """`batch` sequences of `context` slots, the last `rows` of which are fed; None if it does not fit. Rows
     see the slots up to their own, `BRANCH_ROWS` those of a branch, and with `is_block` all of the context,
-    or `k` slots of it in runs of `run`. `in_order`: the pages of a sequence follow one another.
-    """
+    or `k` slots of it. `in_order`: the pages of a sequence follow one another."""
     num_heads, num_kv_heads, head_dim = numbers(options["heads"])
     page_size = int(options["page_size"])
     num_pages = -(-context // page_size)
     num_slots, slot_bytes = batch * num_pages * page_size, 4 * num_kv_heads * head_dim
     seen_bytes = slot_bytes * (num_slots if k is None else batch * (k + rows))
-    num_layers = min(layers, max(2, -(-cold_bytes // seen_bytes)))
+    num_layers = min(MAX_LAYERS, max(2, -(-cold_bytes // seen_bytes)))
     if is_block:
         num_layers = max(2, min(num_layers, MAX_BYTES // (num_slots * slot_bytes)))
     if num_layers * num_slots * slot_bytes > MAX_BYTES:
@@ -106,7 +103,9 @@ def make_step(
     table_BP = pages.view(batch, num_pages)
     lists_LBKC = None
     if k is not None:
-        lists_LBKC = _random_lists((num_layers, batch, num_kv_heads), context - rows, k, run, generator)
+        sizes = (num_layers, batch, num_kv_heads, context - rows)
+        draws = torch.rand(*sizes, generator=generator, device="cuda")
+        lists_LBKC = draws.topk(k, dim=-1).indices.sort(dim=-1).values.int()
     return Step(
         shape=HeadShape(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16
@@ -147,15 +146,6 @@ def _rows_of(
     )
 
 
-def _random_lists(
-    shape: tuple[int, int, int], num_slots: int, k: int, run: int, generator: torch.Generator
-) -> Tensor:
-    """`k` of `num_slots` slots in runs of `run`, in order, by layer, sequence and KV head [L, B, K, C]."""
-    draws = torch.rand(*shape, num_slots // run, generator=generator, device="cuda")
-    firsts = draws.topk(k // run, dim=-1).indices.sort(dim=-1).values * run
-    return (firsts[..., None] + torch.arange(run, device="cuda")).flatten(-2).int().contiguous()
-
-
 def _branch_layout() -> Tensor:
     """Limits and branch starts of `[pending, d, d, d]` and a group of three masks on each of them."""
     limits = [1, 2, 3, 4] + [g + 1 for g in range(4) for _ in range(3)]
@@ -165,8 +155,7 @@ def _branch_layout() -> Tensor:
 
 def attention_layers(step: Step, backend: str, *, launch: Any = None, before: bool = False) -> Attend:
     """A run of all layers of one step with one plan, which returns the outputs of attention. `before`: the
-    sums over the slots before the block are written too.
-    """
+    sums over the slots before the block are written too."""
     plan = plan_attention(step.rows, step.shape, backend=backend, launch=launch)
     sums = torch.empty(2, *step.q_RNH.shape[:2], device="cuda")
     leaves = BeforeBlock(highest_RN=sums[0], totals_RN=sums[1]) if before else None
@@ -256,8 +245,7 @@ def error_of(step: Step, attend: Attend, sequences: range) -> float:
 
 def layer_seconds(arms: dict[str, tuple[Step, Attend, bool]], rounds: int) -> dict[str, float]:
     """Median seconds of one layer of each arm, without norms; the flag of an arm is that of its norms' PDL.
-    Arms run in turns.
-    """
+    Arms run in turns."""
     graphs = {name: captured(attend) for name, (_, attend, _) in arms.items()}
     norms = {(id(step), pdl): captured(_norms_alone(step, pdl=pdl)) for step, _, pdl in arms.values()}
     calls = {name: graph.replay for name, graph in graphs.items()}

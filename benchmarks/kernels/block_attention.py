@@ -6,11 +6,10 @@
 Rows of the bench `sparse_attention`. The floor of exact attention is the larger of its bytes at the rate of
 a read-only stream and its products at the rate of a matrix product, both measured in the same process. Lists
 are slots scattered over a context of shuffled pages, drawn anew for each layer and KV head; what they are
-compared with is the exact kernel over a context of k slots in pages in order. `gather`: lists of runs of
-slots, over lists of the same length that are one run. Every arm is checked against float64 first. One CUDA
-graph runs an arm over as many layers as outgrow the L2 cache, with a norm between two layers whose own time
-is subtracted; medians, the arms of a case in turns. `lists=` leaves lists out. It needs a GPU.
-"""
+compared with is the exact kernel over a context of k slots in pages in order. Every arm is checked against
+float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache, with a norm between
+two layers whose own time is subtracted; medians, the arms of a case in turns. `lists=` leaves lists out. It
+needs a GPU."""
 
 from __future__ import annotations
 
@@ -33,11 +32,10 @@ from benchmarks.stream import Rates, measure_rates
 
 DEFAULTS = defaults(
     "exact=131072x6,65536x13,131072x1,32768x1 lists=1,16 k=1024 rows=32 context=32768 "
-    "gather_k=8192 heads=32,8,128 page_size=16 rounds=9 record=false"
+    "heads=32,8,128 page_size=16 rounds=9 record=false"
 )
 CHAIN_BYTES = 4 * COLD_BYTES
 """Of a chain of layers: no kernel before the first one hides its beginning."""
-RUNS = (1, 16, 64, 128)
 
 
 def measure(arguments: list[str]) -> int:
@@ -46,11 +44,8 @@ def measure(arguments: list[str]) -> int:
     report = Report("sparse_attention", options, "python -m benchmarks.block_attention")
     for context, batch in (map(int, case.split("x")) for case in options["exact"].split(",")):
         _exact(report, batch, context, rates)
-    batches = numbers(options["lists"]) if options["lists"] else []
-    for batch in batches:
+    for batch in numbers(options["lists"]) if options["lists"] else []:
         _listed(report, batch, rates)
-    if batches:
-        _gather(report, max(batches))
     return 0
 
 
@@ -107,19 +102,6 @@ def _listed(report: Report, batch: int, rates: Rates) -> None:
         _add_us(report, arm, step, seconds[arm], gates[arm], rates)
     ratio, gate = seconds["listed"] / seconds["exact"], all(gates.values())
     report.add({"batch": batch, "k": k}, "listed_over_short_exact", ratio, "x", gate_passed=gate)
-
-
-def _gather(report: Report, batch: int) -> None:
-    """Time of lists that are one run over the time of lists of short runs."""
-    options = dict(report.options)
-    k, context = int(options["gather_k"]), int(options["context"])
-    steps = {
-        str(run): _step(options, batch=batch, context=context, k=k, run=run, layers=2) for run in (*RUNS, k)
-    }
-    seconds, gates = _measured(report, {run: (step, _layers(step)) for run, step in steps.items()})
-    for run in RUNS:
-        share, case = seconds[str(k)] / seconds[str(run)], {"batch": batch, "k": k, "run": run}
-        report.add(case, "gather_efficiency", share, "share", gate_passed=all(gates.values()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """A model of random weights, an engine whose sequences start in mid-answer, and steady decoding.
 
 The engine is the real one, with its scheduler, steps, graphs and steps in progress. Only the start of a
-sequence differs: its context counts as computed, and the KV there is random.
-"""
+sequence differs: its context counts as computed, and the KV there is random."""
 
 from __future__ import annotations
 
@@ -28,8 +27,6 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.infer.models.low_rank import LowRank
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
-from idlm.infer.selectors.path import PathSelector
-from idlm.selector import SELECTOR_WIDTH, PathWeights
 
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
@@ -96,8 +93,6 @@ class Arm:
     warmup: Literal["auto", "full", "off"] = "off"
     penalised: bool = False
     """Whether requests have `PENALTIES`."""
-    selector: bool = False
-    """Whether drafts come from a path selector of random weights."""
 
     @property
     def settling_tokens(self) -> int:
@@ -197,8 +192,7 @@ class SteadyEngine:
 
     def measure(self, into: Measured) -> None:
         """Run one round: start all requests, warm up, then time between two empty queues of passes. A round
-        of an adaptive arm that captured a graph, for a mode that was not tried before, is run again.
-        """
+        of an adaptive arm that captured a graph, for a mode that was not tried before, is run again."""
         with self.toggled(), replaying(self.replay):
             for _ in range(MAX_TURNS if self.arm.adaptive else 1):
                 self.reach_steady_state(0)
@@ -219,8 +213,7 @@ class SteadyEngine:
     def reach_steady_state(self, num_passes: int) -> None:
         """Start all requests and warm up; shapes that follow traffic: until `num_passes` capture no graph.
         The first round of an adaptive arm comes after passes of other requests, so that its contexts are as
-        long as those of other arms.
-        """
+        long as those of other arms."""
         if self.arm.adaptive and not self._num_rounds:
             self.start_requests()
             self.run_passes(SETTLING_PASSES)
@@ -284,10 +277,6 @@ class SteadyEngine:
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineParts:
     chosen = DECODERS.get(arm.decoder)
     decoder = chosen(chosen.Config(**arm.decoder_options()), model.semantics)
-    if arm.selector:
-        shapes = (model.spec.vocab_size, SELECTOR_WIDTH), (SELECTOR_WIDTH, model.spec.width)
-        weights = (torch.randn(*shapes[i], device=model.device).to(model.dtype) for i in (0, 0, 1))
-        decoder.selector = PathSelector(PathWeights(*weights), model.trunk)
     lane_pages = -(-(max_length - 1 + max_rows(decoder, max_length)) // PAGE_SIZE)
     captures = arm.graphs and model.device.type == "cuda"
     parts = assembled(

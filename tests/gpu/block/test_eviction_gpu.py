@@ -24,7 +24,6 @@ ARMS = {
     "unfrozen": replace(FOCUS, commit="unfrozen"),
     "no run-ahead": replace(FOCUS, num_inflight_steps=0),
     "no graphs": replace(FOCUS, graphs=False),
-    "mage": replace(FOCUS, mage_k=32, exact_layers=1),
 }
 
 
@@ -38,16 +37,15 @@ def test_an_arm_follows_its_trace(name: str) -> None:
     implied = implied_rows(trace, arm)
     assert found.traced_share > 0.9
     assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
-    if arm.alpha is not None and arm.mage_k is None:
+    if arm.alpha is not None:
         assert found.requested.retained / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.1)
 
 
 @pytest.mark.alone
 def test_parts_leave_their_rows(tmp_path: Path) -> None:
     small = ["model=tiny", f"block={SIZE}", "context=64", "batch=4", "rounds=1", "passes=16"]
-    parts = "parts=gate,throughput,mage"
-    eviction.measure([*small, parts, "k=32", "exact_layers=1", f"results={tmp_path}"])
+    eviction.measure([*small, "parts=gate,throughput", f"results={tmp_path}"])
     rows = read_rows("eviction", results=tmp_path)
-    assert {row["metric"] for row in rows} >= {"throughput_over_full_block", "focus_mage_over_neither"}
+    assert {row["metric"] for row in rows} >= {"throughput_over_full_block"}
     [gate] = [row for row in rows if row["metric"] == "full_budget_error"]
     assert gate["gate_passed"]

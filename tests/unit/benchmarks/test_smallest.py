@@ -29,8 +29,8 @@ RUNS = {
         {"full_budget_error", "tpob_ms", "tpob_speedup_vs_exact", "mage_over_quest", "mage_over_sparsed"},
     ),
     "engine.eviction": (
-        TINY + "context=64 rounds=1 passes=10 block=8 batch=1 parts=gate,throughput,mage k=16 exact_layers=1",
-        {"full_budget_error", "throughput_over_full_block", "rows_per_token", "focus_mage_over_neither"},
+        TINY + "context=64 rounds=1 passes=10 block=8 batch=1 parts=gate,throughput",
+        {"full_budget_error", "throughput_over_full_block", "rows_per_token"},
     ),
     "engine.canvas_cache": (
         TINY + "canvas=48 answer=24 block=8 passes=3 blocks=2 rounds=1 caches=dual,prefix,delayed",
@@ -72,8 +72,7 @@ def test_it_leaves_its_rows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "meaning", "options"),
     [
-        ("decodability", {"causality": "block", "block_size": 8}, "level=tiny k=1,2 thresholds=0.9,0.7"),
-        ("block_quality", {"causality": "block", "block_size": 5}, "thresholds=0.2,0.9"),
+        ("decodability", {"causality": "block", "block_size": 8}, "level=tiny thresholds=0.9,0.7"),
         (
             "full_quality",
             {"causality": "full"},
