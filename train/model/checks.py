@@ -57,48 +57,19 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
 
 
 def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
-    """(mask token id, whether the embedding of `num_rows` rows has a row for it). The id is that of
-    `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError."""
+    """(mask token id, whether the embedding of `num_rows` rows has a row for it): `explicit`, else the
+    tokenizer's own, else the first spare row, else the first of `unused_token_ids`, else that of the first
+    row to add. UserError IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token in text)."""
+    own = tokenizer.mask_token_id
+    for mask_token_id, source in ((explicit, "the given mask_token_id"), (own, "the tokenizer's mask token")):
+        if mask_token_id is not None:
+            _check_mask_token_id(tokenizer, num_rows, mask_token_id, source=source)
+            return int(mask_token_id), True
     first_spare = num_token_ids(tokenizer)
-    is_open = explicit is None and tokenizer.mask_token_id is None
-    if is_open and first_spare >= num_rows and not unused_token_ids(tokenizer):
-        return first_spare, False
-    return resolve_mask_token_id(tokenizer, num_rows, explicit), True
-
-
-def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -> int:
-    """Return the mask token's id: `explicit`, else the tokenizer's own, else the first spare embedding row,
-    else the first of `unused_token_ids`.
-
-    `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises
-    `UserError` IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token
-    that text contains)."""
-    if explicit is not None:
-        _check_mask_token_id(tokenizer, num_rows, explicit, source="the given mask_token_id")
-        return explicit
-    if tokenizer is None:
-        raise UserError(
-            "IDLM-0210",
-            "the checkpoint has no tokenizer files, so its mask token is unknown",
-            fix=f"give mask_token_id, an unused id from 0 to {num_rows - 1}",
-        )
-    if tokenizer.mask_token_id is not None:
-        _check_mask_token_id(
-            tokenizer, num_rows, tokenizer.mask_token_id, source="the tokenizer's mask token"
-        )
-        return int(tokenizer.mask_token_id)
-    num_ids = num_token_ids(tokenizer)
-    if num_ids < num_rows:
-        return num_ids
     unused = [token_id for token_id in unused_token_ids(tokenizer) if token_id < num_rows]
-    if not unused:
-        raise UserError(
-            "IDLM-0210",
-            f"there is no mask token: the tokenizer has none, its {num_ids} ids leave no spare row in the "
-            f"embedding of {num_rows}, and no special token is known to be unused",
-            fix="add a row to the embedding, or give the mask_token_id of an unused special token",
-        )
-    return unused[0]
+    if first_spare < num_rows or not unused:
+        return first_spare, first_spare < num_rows
+    return unused[0], True
 
 
 def noise_range(tokenizer: Any, num_rows: int, given: Sequence[int]) -> tuple[int, int]:
@@ -140,7 +111,7 @@ def _check_mask_token_id(tokenizer: Any, num_rows: int, mask_token_id: int, *, s
             f"{source} is {mask_token_id}, but the embedding has rows 0 to {num_rows - 1}",
             fix="give an id inside this range",
         )
-    token = None if tokenizer is None else tokenizer.convert_ids_to_tokens(mask_token_id)
+    token = tokenizer.convert_ids_to_tokens(mask_token_id)
     if token is None:
         return
     is_boundary = mask_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)

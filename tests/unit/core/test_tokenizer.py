@@ -15,7 +15,7 @@ from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
 from idlm.text import tokenizer as tokens
-from idlm.train.model.checks import resolve_mask_token_id
+from idlm.train.model.checks import mask_token
 from tests.small_tokenizers import save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
@@ -97,17 +97,16 @@ def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer, tmp_pa
 
 def test_mask_token_order_of_preference(task_tokenizer, byte_level_dir):
     num_rows = num_embedding_rows(len(task_tokenizer))
-    assert resolve_mask_token_id(task_tokenizer, num_rows, None) == len(task_tokenizer) < num_rows
+    assert mask_token(task_tokenizer, num_rows, None)[0] == len(task_tokenizer) < num_rows
     assert task_tokenizer.convert_ids_to_tokens(len(task_tokenizer)) is None
     assert [num_embedding_rows(num) for num in (31, 32, 33)] == [32, 64, 64]
     if QWEN3.is_dir():
-        assert resolve_mask_token_id(tokens.load_tokenizer(QWEN3), 151_936, None) == 151_669
+        assert mask_token(tokens.load_tokenizer(QWEN3), 151_936, None)[0] == 151_669
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     spare = len(tokenizer)
     tokenizer.mask_token = "<|endoftext|>"
-    assert resolve_mask_token_id(tokenizer, spare + 5, None) == tokenizer.mask_token_id < spare
-    assert resolve_mask_token_id(tokenizer, spare + 5, spare + 2) == spare + 2
-    assert resolve_mask_token_id(None, 10, 9) == 9
+    assert mask_token(tokenizer, spare + 5, None)[0] == tokenizer.mask_token_id < spare
+    assert mask_token(tokenizer, spare + 5, spare + 2)[0] == spare + 2
 
 
 @pytest.mark.parametrize(
@@ -131,35 +130,29 @@ def test_a_full_vocabulary_lends_an_unused_special_token(byte_level_dir, added, 
     tokenizer.add_tokens(added, special_tokens="<unused0>" not in added)
     tokenizer.chat_template = "<|im_start|>{{ messages[0]['content'] }}<unused_in_name_only>"
     if chosen is None:
-        with pytest.raises(UserError, match="IDLM-0210"):
-            resolve_mask_token_id(tokenizer, len(tokenizer), None)
+        assert mask_token(tokenizer, len(tokenizer), None) == (len(tokenizer), False)
         return
     chosen = tokenizer.convert_tokens_to_ids(added[chosen] if isinstance(chosen, int) else chosen)
-    assert resolve_mask_token_id(tokenizer, len(tokenizer), None) == chosen
-    assert resolve_mask_token_id(tokenizer, len(tokenizer), chosen) == chosen
-    assert resolve_mask_token_id(tokenizer, len(tokenizer) + 1, None) == len(tokenizer)
+    assert mask_token(tokenizer, len(tokenizer), None)[0] == chosen
+    assert mask_token(tokenizer, len(tokenizer), chosen)[0] == chosen
+    assert mask_token(tokenizer, len(tokenizer) + 1, None)[0] == len(tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("has_tokenizer", "spare_rows", "explicit", "code"),
+    ("explicit", "code"),
     [
-        (True, 0, None, "IDLM-0210"),
-        (True, -1, None, "IDLM-0210"),
-        (False, 5, None, "IDLM-0210"),
-        (True, 5, 10_000, "IDLM-0211"),
-        (True, 5, -1, "IDLM-0211"),
-        (False, 0, 10_000, "IDLM-0211"),
-        (True, 5, 40, "IDLM-0212"),
-        (True, 5, "bos", "IDLM-0212"),
-        (True, 5, "eos", "IDLM-0212"),
+        (10_000, "IDLM-0211"),
+        (-1, "IDLM-0211"),
+        (40, "IDLM-0212"),
+        ("bos", "IDLM-0212"),
+        ("eos", "IDLM-0212"),
     ],
 )
-def test_unusable_mask_tokens_are_refused(task_tokenizer, has_tokenizer, spare_rows, explicit, code):
+def test_unusable_mask_tokens_are_refused(task_tokenizer, explicit, code):
     if isinstance(explicit, str):
         explicit = getattr(task_tokenizer, f"{explicit}_token_id")
     with pytest.raises(UserError) as caught:
-        tokenizer = task_tokenizer if has_tokenizer else None
-        resolve_mask_token_id(tokenizer, len(task_tokenizer) + spare_rows, explicit)
+        mask_token(task_tokenizer, len(task_tokenizer) + 5, explicit)
     assert caught.value.code == code
 
 
@@ -172,7 +165,7 @@ def test_ids_fit_the_embedding(task_tokenizer, tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     tokenizer = tokens.load_tokenizer(tmp_path)
     assert len(tokenizer) < tokens.num_token_ids(tokenizer) == 10
-    assert resolve_mask_token_id(tokenizer, 12, None) == 10
+    assert mask_token(tokenizer, 12, None)[0] == 10
 
 
 def test_directory_without_tokenizer_is_none_and_one_without_vocabulary_is_named(tmp_path):
