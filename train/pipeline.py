@@ -294,11 +294,10 @@ def train(
         model=prepared.model,
         args=args,
         train_dataset=prepared.dataset,
-        objective=prepared.objective,
+        objective=prepared.losses,
         attention=prepared.attention,
-        step=prepared.make_step,
+        loop=loop,
         callbacks=[watchdog, progress],  # Figures of a step come before anything else done after it.
-        **{name: getattr(loop, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.shape, trainer.watchdog, trainer.writer = shape(loop), watchdog, writer
     watchdog.is_stopping = lambda: stop.received is not None or stop.is_time_up

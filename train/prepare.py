@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import load_tokenizer, num_token_ids, stop_token_ids
+from idlm.train.base_kl import FrozenBase, NearBase
 from idlm.train.checkpoint.base_files import BaseFiles, read_base_files
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import held_out_config
@@ -58,9 +59,8 @@ from idlm.train.model.load import (
 )
 from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
 from idlm.train.model.stored import num_elements
-from idlm.train.objectives.base import OBJECTIVES, Objective
+from idlm.train.objectives.base import OBJECTIVES, Losses, Objective
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.step import TrainingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ class Prepared(RunData):
     base_identity: str | None = None
     mask_text: str | None = None
     base: BaseFiles = BaseFiles()
-    make_step: Callable[..., TrainingStep] = TrainingStep
+    losses: Losses
 
     @property
     def draft_input(self) -> str:
@@ -111,15 +111,16 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     with gathering_forward(model) if zero_stage(config.train) == SHARDS_WEIGHTS else nullcontext():
         check_model(model, attention=attention, trains=stands_for_itself(config))
     check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
-    make_step: Callable[..., TrainingStep] = TrainingStep
+    frozen_base = None
     if config.train.base_kl:
-        from idlm.train.base_kl import near_base
-
-        make_step = near_base(model, torch.bfloat16 if is_16_bit else model.dtype, config.train.base_kl)
+        frozen_base = FrozenBase(model, torch.bfloat16 if is_16_bit else model.dtype, attention)
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         recompute_layers(model, config.model.recomputed_layers)
     objective = make_objective(config, model, tokenizer, mask_token_id)
+    losses: Losses = objective
+    if frozen_base is not None:
+        losses = NearBase(objective, frozen_base, config.train.base_kl)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     if compiles(config, device):
         compile_model(config, model, device, row_length=data.dataset.row_length, world_size=world_size)
@@ -139,7 +140,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         adapter=adapter,
         mask_text=mask_text,
         base=base,
-        make_step=make_step,
+        losses=losses,
         base_identity=base_identity(path) if path and (adapter or config.train.base_kl) else None,
     )
 

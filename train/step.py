@@ -40,7 +40,7 @@ from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import SEEN, STORED, mask_arguments
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
-from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms
+from idlm.train.objectives.base import Batch, Head, Losses, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 Compute = Callable[[Head, Tensor], Terms]
@@ -82,7 +82,7 @@ class TrainingStep:
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        objective: Objective,
+        objective: Losses,
         curriculum: Curriculum,
         attention: str,
         log_every: int,
@@ -102,34 +102,18 @@ class TrainingStep:
         """Whether the metrics get a line after this 1-based step; a line covers steps of one stage only."""
         return step == 1 or step % self.log_every == 0 or self.curriculum.ends_stage(step)
 
-    @property
-    def term_names(self) -> tuple[str, ...]:
-        """Names of the summed losses, in the order of `StepLosses.sums`."""
-        return self.objective.term_names
-
-    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
-        """How many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
-        return self.objective.counts(batch, stage=stage, want_overlap=want_overlap)
-
-    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        """The weight of each term, float32 [num_terms]."""
-        return self.objective.weights(stage, means)
-
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
-        """The losses of a micro-batch, in place of the output head of its forward pass."""
-        return self.objective.terms(head, hidden_BTD, batch, request)
-
     def release(self) -> None:
         """Give back the device memory that is not the model's."""
         if self.runner.graphs is not None:
             self.runner.graphs.release()
+        self.objective.release()
 
     def start(self, step: int, batches: list[Batch], to_device: Callable[[Batch], Batch]) -> Tensor:
         """Begin the 0-based optimizer step with its micro-batches. Returns `counts`. Collective."""
         device = self.args.device
         self.guard.begin(step + 1, num_micro_batches=len(batches))
         stage, is_logged = self.curriculum.stage_of_step(step), self.is_logged(step + 1)
-        per_batch = [self.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
+        per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
         counts = torch.stack(per_batch).sum(dim=0).to(device, non_blocking=True)
         all_reduce(counts)
         self.losses = StepLosses(
@@ -143,7 +127,7 @@ class TrainingStep:
         if self.objective.needs_means(stage):
             self._balance(self.losses, batches, to_device)
         else:
-            weights = self.weights(stage, None)
+            weights = self.objective.weights(stage, None)
             self.losses.weights = weights.to(device, non_blocking=True)
         return counts
 
@@ -155,7 +139,7 @@ class TrainingStep:
         accumulation a pass without gradients over all micro-batches computes them here, about a third more
         compute for the step. With balance=previous the losses of the step before are used, at no cost."""
         if self.previous is not None and self.previous.means is not None:
-            step.weights = self.weights(step.stage, self.previous.means)
+            step.weights = self.objective.weights(step.stage, self.previous.means)
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
             # Dropout draws the same numbers in the pass that trains.
@@ -163,20 +147,20 @@ class TrainingStep:
                 self.model.train()
                 for batch in map(to_device, batches):
                     sums += self.evaluate(step.stage, batch).sums
-            step.weights = self.weights(step.stage, step.means(sums))
+            step.weights = self.objective.weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """This rank's share of the step's loss, a scalar; `model` may be wrapped (DDP, DeepSpeed)."""
-        step = self.losses
+        step, objective = self.losses, self.objective
         assert step is not None, "start() begins a step"
 
         def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
             if step.weights is None:
-                sums = self.terms(head, hidden_BTD.detach(), batch, TermRequest(stage=step.stage)).sums
-                step.weights = self.weights(step.stage, step.means(sums))
+                sums = objective.terms(head, hidden_BTD.detach(), batch, TermRequest(stage=step.stage)).sums
+                step.weights = objective.weights(step.stage, step.means(sums))
             coefficients = step.weights / step.counts.clamp_min(1) * self.averaged_ranks
             request = TermRequest(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
-            return self.terms(head, hidden_BTD, batch, request)
+            return objective.terms(head, hidden_BTD, batch, request)
 
         terms = self.forward(model, batch, in_place_of_head, trains=True)
         assert terms.loss is not None
@@ -192,7 +176,7 @@ class TrainingStep:
         note_progress()
         request = TermRequest(stage=stage, want_overlap=want_overlap)
         return self.forward(
-            self.model, batch, lambda head, rows_BTD: self.terms(head, rows_BTD, batch, request)
+            self.model, batch, lambda head, rows_BTD: self.objective.terms(head, rows_BTD, batch, request)
         )
 
     def forward(self, model: nn.Module, batch: Batch, compute: Compute, *, trains: bool = False) -> Terms:

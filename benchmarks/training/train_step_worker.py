@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,10 @@ def main() -> int:
         model=prepared.model,
         args=args,
         train_dataset=prepared.dataset,
-        objective=prepared.objective,
+        objective=prepared.losses,
         attention=prepared.attention,
-        log_every=LEARNT_STEPS,
+        loop=replace(config.train, log_every=LEARNT_STEPS),
         callbacks=[clock],
-        balance=config.train.balance,
     )
     clock.trainer = trainer
     trainer.remove_callback(PrinterCallback)

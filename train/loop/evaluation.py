@@ -122,12 +122,12 @@ class HeldOut(TrainerCallback):
 
     def measure(self, stage: Stage) -> dict[str, Any]:
         """Mean losses and acceptance of the held-out rows, laid out for `stage`. Collective."""
-        trainer = self.trainer
+        trainer, objective = self.trainer, self.trainer.step.objective
         device = trainer.args.device
         # The clean half is evaluated whatever its weight.
         shown = dataclasses.replace(stage, index=0, num_steps=self.num_items, clean_weight=1.0)
         self.dataset.curriculum = Curriculum(stages=(shown,), global_batch=1)
-        totals = torch.zeros(2, len(trainer.step.term_names), device=device, dtype=torch.float64)
+        totals = torch.zeros(2, len(objective.term_names), device=device, dtype=torch.float64)
         overlap = torch.zeros(2, stage.stride - 1, device=device, dtype=torch.float64)
         world, own = trainer.args.world_size, trainer.args.process_index
         was_training = trainer.model.training
@@ -138,7 +138,7 @@ class HeldOut(TrainerCallback):
             moved = {name: value.to(device) for name, value in batch.items()}
             terms = trainer.step.evaluate(shown, moved, want_overlap=stage.stride > 1)
             if start + own < self.num_items:
-                counts = trainer.step.counts(batch, stage=shown, want_overlap=True)
+                counts = objective.counts(batch, stage=shown, want_overlap=True)
                 totals += torch.stack([terms.sums.double(), counts.to(device).double()])
                 if terms.overlap is not None:
                     overlap += terms.overlap.double()
@@ -149,6 +149,6 @@ class HeldOut(TrainerCallback):
         return {
             "stage": stage.index,
             "stride": stage.stride,
-            **{f"{name}_loss": mean for name, mean in zip(trainer.step.term_names, means, strict=True)},
+            **{f"{name}_loss": mean for name, mean in zip(objective.term_names, means, strict=True)},
             "acceptance": (overlap[0] / overlap[1])[overlap[1] > 0].tolist(),
         }

@@ -74,7 +74,7 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
 
 def metrics_record(trainer: IdlmTrainer, window: MetricsWindow, *, gradient_norm: Any) -> dict[str, Any]:
     """The line of the metrics for `window`, which ends with the trainer's last step. Collective."""
-    step, state = trainer.step.losses, trainer.state
+    step, names, state = trainer.step.losses, trainer.step.objective.term_names, trainer.state
     assert step is not None and step.weights is not None
     assert window.counts is not None and window.sums is not None and window.fed is not None
     overlap = step.overlap.clone()
@@ -90,8 +90,8 @@ def metrics_record(trainer: IdlmTrainer, window: MetricsWindow, *, gradient_norm
         "step": state.global_step,
         "stage": step.stage.index,
         "stride": step.stage.stride,
-        **{f"{name}_loss": mean for name, mean in zip(trainer.step.term_names, means, strict=True)},
-        "clean_weight": float(step.weights[len(trainer.step.objective.term_names) - 1]),
+        **{f"{name}_loss": mean for name, mean in zip(names, means, strict=True)},
+        "clean_weight": float(step.weights[names.index("clean") if "clean" in names else -1]),
         "acceptance": acceptance,
         "learning_rate": window.rate,
         "gradient_norm": None if gradient_norm is None else float(gradient_norm),

@@ -27,11 +27,12 @@ from idlm.cli.command import Terminated
 from idlm.devices import free_cached_memory
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.checkpoint.writer import CheckpointWriter
+from idlm.train.config.schema import LoopConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
 from idlm.train.distributed.deepspeed import local_part, printing_to_log
 from idlm.train.model.attention import forget_clean_keys
-from idlm.train.objectives.base import Batch, Objective
+from idlm.train.objectives.base import Batch, Losses
 from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.step import PreviousMeans, TrainingStep
 
@@ -48,8 +49,7 @@ IMPORTED_AT = time.monotonic()
 
 
 class IdlmTrainer(SavingTrainer):
-    """`objective` decides rows and losses; `balance` is one of `train.objectives.curriculum.BALANCES`,
-    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`; `step` makes its `TrainingStep`."""
+    """`objective` has the losses of `train_dataset`."""
 
     def __init__(
         self,
@@ -57,23 +57,19 @@ class IdlmTrainer(SavingTrainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         train_dataset: PackedDataset,
-        objective: Objective,
+        objective: Losses,
         attention: str,
-        log_every: int,
+        loop: LoopConfig,
         callbacks: list[Any],
-        balance: str = "step",
-        schedule: str = "cosine",
-        decay: float = 0.0,
-        step: Callable[..., TrainingStep] = TrainingStep,
     ) -> None:
         self.rate_factor = partial(
             rate_factor,
             curriculum=train_dataset.curriculum,
-            schedule=schedule,
-            warmup=args.warmup_steps,
-            decay=decay,
+            schedule=loop.schedule,
+            warmup=loop.warmup,
+            decay=loop.decay,
         )
-        previous = PreviousMeans() if balance == "previous" else None
+        previous = PreviousMeans() if loop.balance == "previous" else None
         if args.deepspeed_plugin is not None:
             from idlm.train.distributed.deepspeed_settings import hold_gradients
 
@@ -90,13 +86,13 @@ class IdlmTrainer(SavingTrainer):
             self.accelerator.prepare = printing_to_log(self.accelerator.prepare)
         # Our losses are already divided by the global count: the Trainer must not divide by the accumulation.
         self.model_accepts_loss_kwargs = True
-        self.step = step(
+        self.step = TrainingStep(
             model,
             args,
             objective=objective,
             curriculum=train_dataset.curriculum,
             attention=attention,
-            log_every=log_every,
+            log_every=loop.log_every,
             autocast=self.accelerator.autocast,
             previous=previous,
         )

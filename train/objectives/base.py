@@ -112,15 +112,46 @@ class TermRequest:
     want_overlap: bool = False
 
 
+class Losses(ABC):
+    """The losses of a step: what it sums, and how it weighs the sums."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def term_names(self) -> tuple[str, ...]:
+        """Names of the summed losses, in the order of `Terms.sums`."""
+
+    @abstractmethod
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
+        """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
+
+    @abstractmethod
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
+        """Return the losses of a micro-batch from the last hidden states [B, T, D]. Must not wait for the
+        device."""
+
+    def needs_means(self, stage: Stage) -> bool:
+        """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
+        return False
+
+    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
+        ranks, are given where `needs_means`. The weight of a single term is 1."""
+        return torch.ones(1)
+
+    def release(self) -> None:  # noqa: B027
+        """Give back device memory of its own, if it has some."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective(ABC):
+class Objective(Losses):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed, or random ids of `noise_range` [low, high) in their
     place; `max_stride` is the largest stride of all stages; `stop_token_ids` end an answer; `max_padding`
     bounds how many more of them follow it. `max_clean_weight` bounds a balanced s. `phase`, `distill` and
-    `distill_share` are those of `objective=idlm`. `term_names` name the summed losses, in the order of
-    `Terms.sums`."""
+    `distill_share` are those of `objective=idlm`."""
 
     places_masks: ClassVar[bool]
     """Whether it needs a mask token."""
@@ -131,7 +162,6 @@ class Objective(ABC):
     predicts_next: ClassVar[bool]
     """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to weigh
     and no gated adapter, whose clean rows are those of the base."""
-    term_names: ClassVar[tuple[str, ...]]
 
     mask_token_id: int | None
     mask_region: str
@@ -166,24 +196,6 @@ class Objective(ABC):
     @abstractmethod
     def semantics(self, stride: int) -> Semantics:
         """Return how to decode a checkpoint that was trained up to a stage of this stride."""
-
-    @abstractmethod
-    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
-        """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
-
-    @abstractmethod
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
-        """Return the losses of a micro-batch from the last hidden states [B, T, D]. Must not wait for the
-        device."""
-
-    def needs_means(self, stage: Stage) -> bool:
-        """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
-        return False
-
-    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
-        ranks, are given where `needs_means`. The weight of a single term is 1."""
-        return torch.ones(1)
 
 
 def one_term(

@@ -14,13 +14,13 @@ from transformers import TrainingArguments
 from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train import cli
-from idlm.train.base_kl import FrozenBase, StepNearBase
+from idlm.train.base_kl import FrozenBase, NearBase
 from idlm.train.check import check_config
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import Objective, TermRequest, Terms
 from idlm.train.planning.state import state_setup, state_terms
-from idlm.train.step import BodyAndHead
+from idlm.train.step import BodyAndHead, TrainingStep
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective, write_tiny_base
@@ -48,9 +48,10 @@ def terms_with(
 ) -> Terms:
     request = TermRequest(stage=stage_of(3), coefficients=coefficients)
     settings = {"attention": "idlm_sdpa", "autocast": contextlib.nullcontext, "log_every": 1}
-    given: Any = {"objective": objective, "curriculum": None, **settings}
-    step = StepNearBase(model, TrainingArguments(), **given, base=base, base_kl=1.0)
-    return step.forward(model, batch, lambda *rows: step.terms(*rows, batch, request))
+    near = NearBase(objective, base, base_kl=1.0)
+    given: Any = {"objective": near, "curriculum": None, **settings}
+    step = TrainingStep(model, TrainingArguments(), **given)
+    return step.forward(model, batch, lambda head, rows_BTD: near.terms(head, rows_BTD, batch, request))
 
 
 def slow_kl(model: Any, base: Any, batch: Any) -> torch.Tensor:
@@ -74,7 +75,7 @@ def test_value_and_gradients_are_those_of_the_slow_divergence(objective: Objecti
     base, model = tiny_model("llama"), moved(tiny_model("llama"))
     batch = batch_for(objective)
     weights = torch.tensor([0.3, 0.2, 0.7][-1 - len(objective.term_names) :])
-    terms = terms_with(model, FrozenBase(base, torch.float32), objective, batch, weights)
+    terms = terms_with(model, FrozenBase(base, torch.float32, "idlm_sdpa"), objective, batch, weights)
     expected = slow_kl(model, base, batch)
     assert terms.loss is not None and float(expected) > 1
     torch.testing.assert_close(terms.sums[-1], expected.detach(), atol=1e-4, rtol=1e-5)
@@ -82,8 +83,8 @@ def test_value_and_gradients_are_those_of_the_slow_divergence(objective: Objecti
         model,
         batch,
         "idlm_sdpa",
-        lambda *given: objective.terms(
-            *given, batch, TermRequest(stage=stage_of(3), coefficients=weights[:-1])
+        lambda head, rows_BTD: objective.terms(
+            head, rows_BTD, batch, TermRequest(stage=stage_of(3), coefficients=weights[:-1])
         ),
     )
     assert own.loss is not None
@@ -95,7 +96,7 @@ def test_value_and_gradients_are_those_of_the_slow_divergence(objective: Objecti
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
-        evaluated = terms_with(model, FrozenBase(base, torch.float32), objective, batch, None)
+        evaluated = terms_with(model, FrozenBase(base, torch.float32, "idlm_sdpa"), objective, batch, None)
     assert evaluated.loss is None
     torch.testing.assert_close(evaluated.sums[-1], expected.detach(), atol=1e-4, rtol=1e-5)
 
@@ -104,7 +105,7 @@ def test_value_and_gradients_are_those_of_the_slow_divergence(objective: Objecti
 def test_the_base_has_the_same_rows_by_every_attention(attention: str) -> None:
     batch = batch_for(tiny_objective())
     dense, other = (
-        FrozenBase(tiny_model("llama", name), torch.float32).rows(batch, name).hidden_MD
+        FrozenBase(tiny_model("llama", name), torch.float32, name).rows(batch).hidden_MD
         for name in ("idlm_sdpa", attention)
     )
     assert len(dense) == batch["clean_index"].numel()
@@ -113,7 +114,7 @@ def test_the_base_has_the_same_rows_by_every_attention(attention: str) -> None:
 
 def test_a_large_weight_pulls_a_model_back_to_the_base() -> None:
     base, model = tiny_model("qwen3"), moved(tiny_model("qwen3"))
-    objective, frozen = tiny_objective(), FrozenBase(base, torch.float32)
+    objective, frozen = tiny_objective(), FrozenBase(base, torch.float32, "idlm_sdpa")
     batch, optimizer = batch_for(objective), torch.optim.Adam(model.parameters(), lr=2e-2)
     before = float(slow_kl(model, base, batch))
     for _ in range(25):
