@@ -69,14 +69,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         async with connected(request):
             generation = await service.chat(body, request.state.client)
         parser = functools.partial(service.answer_parser, body, generation.prompts[0])
-        reply = ChatReply(body, generation, body.model or service.model_name, service.token_texts, parser)
+        reply = ChatReply(body, generation, service.name_of(generation), service.token_texts, parser)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async with connected(request):
             generation = await service.complete(body, request.state.client)
-        reply = CompletionReply(body, generation, body.model or service.model_name, service.token_texts)
+        reply = CompletionReply(body, generation, service.name_of(generation), service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
 
@@ -94,8 +94,8 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             raise renamed(error) from error
         parser = functools.partial(service.answer_parser, chat, generation.prompts[0])
-        names = body.model or service.model_name, service.token_texts
-        reply = ResponseReply(body, chat, generation, *names, parser, store)
+        about = service.name_of(generation), service.token_texts
+        reply = ResponseReply(body, chat, generation, *about, parser, store)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.get("/v1/responses/{response_id}")

@@ -70,6 +70,10 @@ class Service:
         """Folders by the names that requests give: of the checkpoint itself, then of its further adapters."""
         return {self.model_name: self.config.model, **self.config.adapters}
 
+    def name_of(self, generation: Generation) -> str:
+        """The one of these names that answers."""
+        return generation.params.adapter or self.model_name
+
     @property
     def status(self) -> str:
         """`ready`, or why no request can be taken."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,6 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.engine import Engine
 from idlm.infer.server.config import ServeConfig
-from idlm.infer.server.protocol.requests import CompletionRequest
 from tests.adapters import write_adapter
 from tests.contracts.engines import clear_answers, greedy
 from tests.integration.server.servers import PROMPT, SETTINGS, SPARE_ROW, TINY, Running, running
@@ -65,16 +66,22 @@ def test_a_name_belongs_to_one_model(folders: list[Path]) -> None:
         read_arguments("serve", ServeConfig, [f"model={folders[0]}", f"adapters={{first:{folders[1]}}}"])
 
 
-def test_a_request_without_a_name_has_the_adapter_of_the_servers_sampling(
+def test_a_request_without_a_name_is_answered_by_the_adapter_of_the_servers_sampling(
     folders: list[Path], server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = server.front.service
     monkeypatch.setattr(service, "config", replace(service.config, sampling=SamplingParams(adapter="law")))
-    found = {
-        name: service._admit(CompletionRequest(model=name, prompt="a"), "", num_prompts=1).adapter
-        for name in (*NAMES, None)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
     }
-    assert found == {"first": None, "math": "math", "law": "law", None: "law"}
+    for path, body in bodies.items():
+        answers = (server.client.post(path, json=body | {"model": name}).json() for name in (*NAMES, None))
+        assert [answer["model"] for answer in answers] == [*NAMES, "law"]
+        events = server.client.post(path, json=body | {"stream": True}).text.split("\n\n")
+        read = [json.loads(event.partition("data: ")[2]) for event in events if event.endswith("}")]
+        assert {each.get("response", each).get("model", "law") for each in read} == {"law"} and read
     with pytest.raises(UserError, match=r"sampling.adapter='art' is none of \['math'\]"):
         read_arguments(
             "serve",
