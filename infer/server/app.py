@@ -24,7 +24,7 @@ from idlm.infer.server.guard import Guard, TimedProtocol
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.page import add_page
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.protocol.responses import ResponseRequest, renamed
+from idlm.infer.server.protocol.responses import ResponseRequest
 from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply
 from idlm.infer.server.replies.responses import ResponseReply
 from idlm.infer.server.service import Service
@@ -85,14 +85,10 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         store = service.stored(request.state.client)
         if body.previous_response_id is not None:
-            previous = store.get(body.previous_response_id, param="previous_response_id", status=400)
-            body.recall(previous.conversation())
+            body.recall(store.previous(body.previous_response_id).conversation())
         chat = body.chat()
-        try:
-            async with connected(request):
-                generation = await service.chat(chat, request.state.client)
-        except ApiError as error:
-            raise renamed(error) from error
+        async with connected(request):
+            generation = await service.chat(chat, request.state.client)
         parser = functools.partial(service.answer_parser, chat, generation.prompts[0])
         about = service.name_of(generation), service.token_texts
         reply = ResponseReply(body, chat, generation, *about, parser, store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -27,6 +27,8 @@ UNION_TAGS = re.compile(
     r"str|int|float|bool|dict|(list|constrained|dict|nullable|tagged)\b.*|.*\[.*|[A-Z]\w*"
 )
 """Parts of pydantic's locations that name an alternative of a union, not a field."""
+FIELD_NAME = re.compile(r"(?<![\w.'\"])[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)*(?![\w'\"])")
+"""Names of fields in a text that are no words of English, nor what a client has sent."""
 REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
 """How the engine's messages begin; clients have another id."""
 
@@ -57,9 +59,16 @@ class ApiError(Exception):
 class FieldError(ApiError):
     """A request is refused because `param`, one of its fields, breaks the `rule`."""
 
+    param: str
+
     def __init__(self, param: str, rule: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(status, f"{param}: {rule}", code=code)
-        self.param = param
+        self.param, self.rule = param, rule
+
+    def renamed(self, name_of: Callable[[str], str]) -> FieldError:
+        """The same under other names of fields, also in the rule."""
+        rule = FIELD_NAME.sub(lambda found: name_of(found[0]), self.rule)
+        return FieldError(name_of(self.param), rule, status=self.status, code=self.code)
 
 
 def dump(content: Any) -> bytes:
@@ -85,7 +94,7 @@ def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
     message = REQUEST_ID.sub("", error.message)
     words = re.findall(r"\w+", message)
     param = next((word for word in words if word in SamplingParams.__dataclass_fields__), prompt_field)
-    return FieldError(param, f"{message} ({error.fix})", code=error.code)
+    return FieldError(param, f"{message.removeprefix(f'{param}: ')} ({error.fix})", code=error.code)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

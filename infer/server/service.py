@@ -133,7 +133,6 @@ class Service:
         return self._stores.setdefault(owner, ResponseStore(share))
 
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
-        body.check()
         with self._checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             if params.stop and params.stop_in_reasoning is None:
@@ -148,7 +147,7 @@ class Service:
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
             )
             [(token_ids, notes)] = await self._encode(encode, [messages], params.n, client)
-            generation = await self._generate([token_ids], params, turn, has_passes=body.has_passes)
+            generation = await self._generate(body, [token_ids], params, turn)
             generation.notes = [*generation.notes, *notes]
             return generation
 
@@ -168,24 +167,28 @@ class Service:
         return token_ids, [f"the chat template leaves out {kind}" for kind in kinds]
 
     async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
-        body.check()
         with self._checked(body, "prompt"):
             prompts, turn = body.prompts, body.turn(client)
             params = self._admit(body, client, num_prompts=len(prompts))
             if isinstance(prompts[0], str):
                 encode = functools.partial(encode_prompt, template="none")
                 prompts = await self._encode(encode, prompts, params.n, client)
-            return await self._generate(prompts, params, turn, has_passes=body.has_passes)
+            return await self._generate(body, prompts, params, turn)
 
     async def _generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder, *, has_passes: bool
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        turn: QueueOrder,
     ) -> Generation:
         """Queue prompts. An answer that can be shorter than `max_tokens` has a warning."""
-        generation = await self.client.generate(prompts, params, turn, has_passes=has_passes)
+        generation = await self.client.generate(prompts, params, turn, has_passes=body.has_passes)
         context = self.info.max_length
         limit = context - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > limit:
-            note = f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {limit}"
+            given = f"{body.client_name('max_tokens')}={params.max_tokens}"
+            note = f"{given}, but the context of {context} tokens has room for {limit}"
             generation.notes = [*generation.notes, note]
         return generation
 
@@ -224,12 +227,16 @@ class Service:
 
     @contextlib.contextmanager
     def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
-        """Check the model's name; turn errors of the engine's checks into answers that name a field."""
-        self.check_model(body.model)
+        """Check the body itself; errors, also those of the engine's checks, name the client's field."""
         try:
+            body.check()
+            self.check_model(body.model)
             yield
-        except UserError as error:
-            raise body.named(from_user_error(error, prompt_field=prompt_field)) from error
+        except (ApiError, UserError) as error:
+            found = (
+                error if isinstance(error, ApiError) else from_user_error(error, prompt_field=prompt_field)
+            )
+            raise body.named(found) from error
 
     def _admit(
         self, body: ChatRequest | CompletionRequest, client: str, *, num_prompts: int

@@ -4,10 +4,10 @@ answer must match (`ConstraintFields`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import Constraint, ConstraintKind
@@ -149,6 +149,8 @@ class ConstraintFields(Body):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+    _renaming: Callable[[str], str] = PrivateAttr(default=str)
+    """Gives the client's name of a field, where the client sent another kind of body."""
 
     def constraint(self) -> Constraint | None:
         """What the answer must match, if anything. Raises ApiError for several constraints, UserError
@@ -164,13 +166,16 @@ class ConstraintFields(Body):
         """Whether the whole answer must match something."""
         return bool(self._given())
 
+    def client_name(self, field: str) -> str:
+        """The name of a field, or of a sampling setting, in the body that the client sent."""
+        if field == "constraint":
+            calls = ["tools"] * self._constrains_calls
+            field = [*(given for given, _, _ in self._given()), *calls, field][0]
+        return self._renaming(field)
+
     def named(self, error: ApiError) -> ApiError:
-        """An error about the constraint with the field that has it."""
-        fields = [*(field for field, _, _ in self._given()), *(["tools"] if self._constrains_calls else [])]
-        if error.param != "constraint" or not fields:
-            return error
-        message = error.message.removeprefix("constraint: ").removeprefix("constraint: ")
-        return FieldError(fields[0], message, status=error.status, code=error.code)
+        """An error with the client's names of fields."""
+        return error.renamed(self.client_name) if isinstance(error, FieldError) else error
 
     @property
     def _constrains_calls(self) -> bool:

@@ -286,6 +286,10 @@ class ChatRequest(SamplingFields):
         max_tokens = self.max_completion_tokens or self.max_tokens
         return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
 
+    def client_name(self, field: str) -> str:
+        newer = field == "max_tokens" and self.max_completion_tokens is not None
+        return super().client_name("max_completion_tokens" if newer else field)
+
     @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call; a template gets all of them if one must be called."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import Field, PrivateAttr, TypeAdapter
 
 from idlm.contracts import SamplingParams
-from idlm.infer.server.errors import ApiError, FieldError
+from idlm.infer.server.errors import FieldError
 from idlm.infer.server.protocol.body import (
     NOT_JSON,
     Body,
@@ -205,7 +205,7 @@ class ResponseRequest(SamplingFields):
         return [*self._context, *own]
 
     def chat(self) -> ChatRequest:
-        """The chat that has the same answer. Raises ApiError for a field, as `check` does."""
+        """The chat that has the same answer, and names fields as here. Raises ApiError as `check` does."""
         self.check()
         has_logprobs = LOGPROBS in (self.include or ())
         form, choice = self.text.format if self.text else None, cast(Any, self.tool_choice)
@@ -230,7 +230,9 @@ class ResponseRequest(SamplingFields):
             "tool_choice": choice,
         }
         # What is valid here is valid there.
-        return ChatRequest.model_construct(**fields)
+        chat = ChatRequest.model_construct(**fields)
+        chat._renaming = client_name
+        return chat
 
     def _messages(self) -> list[ChatMessage]:
         """Reasoning, text and calls that follow each other are one message of the assistant."""
@@ -262,7 +264,6 @@ class ResponseRequest(SamplingFields):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
-            "store": self.store is not False,
             "temperature": params.temperature,
             "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
             "tool_choice": choice,
@@ -277,11 +278,6 @@ SHARED = ResponseRequest.model_fields.keys() & ChatRequest.model_fields.keys()
 """Fields that have the same meaning in a chat, or that `chat` sets."""
 
 
-def renamed(error: ApiError) -> ApiError:
-    """An error about a field of a chat, about the field of the response."""
-    given = error.param or ""
-    param = NAMES.get(given, given.replace(".function", ""))
-    if param == given:
-        return error
-    rule = error.message.removeprefix(f"{given}: ")
-    return FieldError(param, rule, status=error.status, code=error.code)
+def client_name(field: str) -> str:
+    """The name here of a field of a chat."""
+    return NAMES.get(field, field.replace(".function", ""))

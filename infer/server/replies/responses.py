@@ -13,7 +13,7 @@ from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest
-from idlm.infer.server.protocol.responses import ResponseRequest, new_id, renamed
+from idlm.infer.server.protocol.responses import ResponseRequest, new_id
 from idlm.infer.server.replies.choices import ChatReply, TokenTexts
 from idlm.infer.server.replies.stored import ResponseStore
 
@@ -37,12 +37,12 @@ class ResponseReply(ChatReply):
         store: ResponseStore,
     ) -> None:
         super().__init__(chat, generation, model_name, texts, new_parser)
-        self._named = lambda error: renamed(chat.named(error))
         self._body, self._store, self._numbers = body, store, itertools.count()
         self._items: list[dict[str, Any]] = []
         about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
         empty = {"error": None, "incomplete_details": None, "usage": None, "output": self._items}
         self._response = {**about, "model": model_name, **body.described(generation.params), **empty}
+        self._response["store"] = body.store is not False and store.max_size > 0
         # Of the open text: its name in deltas, its pieces, and its log-probabilities, which are those of all
         # tokens so far, as in a chat; no event has `_new_scores` yet.
         self._open, self._pieces = "", list[str]()
@@ -87,7 +87,7 @@ class ResponseReply(ChatReply):
         else:
             response["completed_at"] = int(time.time())
         if response["store"]:
-            self._store.put(response, [item.listed() for item in self._body.items()])
+            response["store"] = self._store.put(response, [item.listed() for item in self._body.items()])
         return response
 
     def _status(self) -> str:

@@ -39,24 +39,40 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """The responses of one client, by id; together at most `max_size` bytes."""
+    """The responses of one client, by id; together at most `max_size` bytes, 0 stores none."""
 
     def __init__(self, max_size: int) -> None:
-        self._max_size, self._size = max_size, 0
+        self.max_size, self._size = max_size, 0
         self._stored = OrderedDict[str, Stored]()
 
-    def put(self, response: dict[str, Any], items: Iterable[dict[str, Any]]) -> None:
-        """Store a response; those that were not read for longest make room."""
+    def put(self, response: dict[str, Any], items: Iterable[dict[str, Any]]) -> bool:
+        """Store a response; those that were not read for longest make room. False if it is too large."""
         added = Stored(dump(response), dump(list(items)))
+        if added.size > self.max_size:
+            return False
         self._stored[response["id"]] = added
         self._size += added.size
-        while self._size > self._max_size:
+        while self._size > self.max_size:
             self._size -= self._stored.popitem(last=False)[1].size
+        return True
 
-    def get(self, name: str, *, param: str = "response_id", status: int = 404) -> Stored:
-        """A stored response. Raises ApiError for an id that is unknown."""
+    def get(self, name: str) -> Stored:
+        """A stored response. Raises ApiError 404 for an id that is unknown."""
+        return self._found(name, "response_id", 404, "keep what POST /v1/responses answers")
+
+    def previous(self, name: str) -> Stored:
+        """A stored response to continue. Raises ApiError 400, as OpenAI's, for an unknown id."""
+        fix = "give all items of the conversation as input, without previous_response_id"
+        return self._found(name, "previous_response_id", 400, fix)
+
+    def _found(self, name: str, param: str, status: int, fix: str) -> Stored:
         if name not in self._stored:
-            rule = f"no response {name[:80]!r} is stored; it may have made room for others"
+            why = (
+                "max_stored=0 stores none"
+                if self.max_size == 0
+                else ("it was deleted, had store=false, made room for others, or is older than this server")
+            )
+            rule = f"no response {name[:80]!r} is stored ({why}); {fix}"
             raise FieldError(param, rule, status=status, code=f"{param.removesuffix('_id')}_not_found")
         self._stored.move_to_end(name)
         return self._stored[name]

@@ -207,6 +207,7 @@ def test_what_is_stored_is_kept_until_it_is_deleted(client: OpenAI) -> None:
             with pytest.raises(NotFoundError) as refusal:
                 act(name)
             assert refusal.value.code == "response_not_found" and name in refusal.value.message
+            assert "had store=false" in refusal.value.message
         with pytest.raises(BadRequestError) as wrong:
             client.responses.create(model=NAME, input=INPUT, previous_response_id=name)
         assert (
@@ -324,10 +325,43 @@ def test_stored_responses_are_bounded_by_their_size() -> None:
     store.delete("c")
     store.put({"id": "e", **response}, [])
     assert all(map(store.get, "ade"))
-    store.put({"id": "f", **response}, [{"id": "y" * 400}])
-    for name in "adef":
-        with pytest.raises(ApiError):
-            store.get(name)
+    assert not store.put({"id": "f", **response}, [{"id": "y" * 400}])
+    with pytest.raises(ApiError, match="'f'"):
+        store.get("f")
+    assert all(map(store.get, "ade"))
+
+
+def test_what_is_not_stored_says_so(monkeypatch: pytest.MonkeyPatch, server: Running, client: OpenAI) -> None:
+    for size, why in ((0, "max_stored=0 stores none"), (100, "made room")):
+        monkeypatch.setattr(server.front.service, "_stores", {"": ResponseStore(size)})
+        made = client.responses.create(model=NAME, input=INPUT, store=True)
+        assert made.to_dict()["store"] is False
+        *_, last = client.responses.create(model=NAME, input=INPUT, stream=True)
+        assert last.type == "response.completed" and last.response.to_dict()["store"] is False
+        with pytest.raises(NotFoundError, match=f"{why}.*keep what POST /v1/responses answers"):
+            client.responses.retrieve(made.id)
+        with pytest.raises(BadRequestError, match=f"{why}.*give all items of the conversation as input"):
+            client.responses.create(model=NAME, input=INPUT, previous_response_id=made.id)
+
+
+def test_errors_and_warnings_name_the_fields_that_the_client_sent(server: Running) -> None:
+    shape = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    many = {"input": INPUT, "text": {"format": shape}, "guided_regex": "a"}
+    assert server.refusal(PATH, **many)[1]["message"] == (
+        "text.format: an answer has one constraint, not guided_regex and text.format"
+    )
+    unknown = {**shape, "schema": {"$ref": "#/none"}}
+    error = server.refusal(PATH, input=INPUT, text={"format": unknown})[1]
+    assert error["message"].startswith("text.format: this json_schema cannot be used: ")
+    paths = {PATH: ("input", "max_output_tokens"), CHAT: ("messages", "max_completion_tokens")}
+    for path, (prompt, longest) in paths.items():
+        body = {prompt: QUESTION, longest: 3, "min_tokens": 4}
+        assert f"at most {longest}=3 " in server.refusal(path, **body)[1]["message"]
+    answer = server.client.post(PATH, json={"input": INPUT, "max_output_tokens": 1990})
+    assert "max_output_tokens=1990, but the context" in answer.headers["warning"]
+    called = {"type": "function", "name": "max_tokens"}
+    error = server.refusal(PATH, input=INPUT, tools=[called, called])[1]
+    assert error["message"] == "tools.1.name: 'max_tokens' is given twice"
 
 
 @pytest.mark.sweep
