@@ -17,6 +17,7 @@ from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk
 from idlm.infer.models.low_rank import LowRank
 from idlm.infer.models.targets import WeightTarget, row_orders, row_target, target_of
+from idlm.kernels.gated_lora import MAX_ADAPTERS
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -76,7 +77,14 @@ def open_further(
     folders: Mapping[str, Path], first: Adapter, *, ignored: tuple[str, ...] = ()
 ) -> tuple[Adapter, ...]:
     """Open the adapters, by name, that an engine of `first` has besides. `ignored`: what of their semantics
-    is overridden. UserError IDLM-0626 for one that means something else, and those of `open_adapter`."""
+    is overridden. UserError IDLM-0626 for one that means something else or more than a pass can have, and
+    those of `open_adapter`."""
+    if len(folders) >= MAX_ADAPTERS:
+        raise UserError(
+            "IDLM-0626",
+            f"adapters= names {len(folders)}, and with {first.directory} a pass has {MAX_ADAPTERS} at most",
+            fix=f"name {MAX_ADAPTERS - 1} of them, and serve the others by another server",
+        )
     found = []
     for name, folder in folders.items():
         adapter = open_adapter(folder, base=first.base, semantics=None)

@@ -23,6 +23,10 @@ Gate = Tensor | RowGroups
 """Of one adapter whether each row is a MASK row (bool), of several `RowGroups`."""
 
 
+MAX_ADAPTERS = 254
+"""Of one engine: `group_rows` counts them, and one more, in the bytes of a gate."""
+
+
 def group_rows(gate_R: Tensor, num_adapters: int) -> Gate:
     """The rows by adapter, on their device, which the host does not wait for; of one adapter `gate_R`."""
     if num_adapters == 1:

@@ -17,6 +17,8 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
+from idlm.kernels.gated_lora import MAX_ADAPTERS, group_rows
+from idlm.kernels.gated_lora.types import RowGroups
 from idlm.semantics import Semantics
 from tests.adapters import add_selector, write_adapter
 from tests.contracts.engines import (
@@ -168,8 +170,16 @@ def test_adapters_that_do_not_go_together_are_refused(family: dict[str | None, P
     merged = write_adapter(tmp_path / "merged", base, **shape)
     replace(Semantics.load(merged), gated=False).save(merged)
     refused(first, {"x": merged}, "IDLM-0609", merged)
+    many = dict.fromkeys(map(str, range(MAX_ADAPTERS)), first)
+    refused(first, many, "IDLM-0626", "names 254", "name 253 of them")
     stranger = write_toy_checkpoint(tmp_path / "stranger", seed=9)
     refused(first, {"x": write_adapter(tmp_path / "of", stranger, **shape)}, "IDLM-0612", base)
+
+
+def test_a_gate_tells_all_adapters_of_an_engine_apart() -> None:
+    gate_R = torch.arange(MAX_ADAPTERS + 1, dtype=torch.uint8)
+    groups = group_rows(gate_R, MAX_ADAPTERS)
+    assert isinstance(groups, RowGroups) and groups.starts.tolist() == [*range(MAX_ADAPTERS + 2)]
 
 
 def test_a_request_names_an_adapter_that_the_engine_has(family: dict[str | None, Path]) -> None:
