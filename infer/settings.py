@@ -37,7 +37,9 @@ class EngineSettings:
         "base model of a gated adapter; null is the path in its adapter_config.json", None, is_path=True
     )
     adapters: dict[str, str] = option(
-        "further gated adapters of the same base, by the names that requests give: adapters.NAME=FOLDER", {}
+        "further gated adapters of the same base, by the names that requests give: adapters.NAME=FOLDER",
+        {},
+        is_path=True,
     )
     accelerators: dict[str, Any] | list[str] | str | None = option(
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []
@@ -249,9 +251,8 @@ def _engine_settings(values: dict[str, Any]) -> EngineSettings:
         values["accelerators"] = as_options(values["accelerators"])
     if isinstance(values.get("dtype"), torch.dtype):
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
-    for name in ("device", "base"):
-        if values.get(name) is not None:
-            values[name] = str(values[name])
+    if values.get("device") is not None:
+        values["device"] = str(values["device"])
     problems: list[str] = []
     settings = schema.build(EngineSettings, values, problems)
     if problems:

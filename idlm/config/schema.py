@@ -25,8 +25,9 @@ _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "
 
 def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence[str] = ()) -> Any:
     """Return a dataclass field with the help text that the command line shows; a list or dict default is
-    copied. In a path, `~` and `~user` mean a home. `reset_by`: sibling fields that, given without this one,
-    put it back to its default: the value of a lower layer was meant for other values of them."""
+    copied. In a path, and in those of a list or dict, `~` and `~user` mean a home. `reset_by`: sibling
+    fields that, given without this one, put it back to its default: the value of a lower layer was meant for
+    other values of them."""
     metadata = {"help": text, "is_path": is_path, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -166,12 +167,8 @@ def build(
     for name, (field, annotation) in fields.items():
         key = f"{prefix}{name}"
         if name in data and data[name] != "???":
-            values[name] = _convert(data[name], annotation, key, problems, root)
-            if field.metadata.get("is_path") and isinstance(values[name], str):
-                try:
-                    values[name] = expand_home(values[name])
-                except ValueError as error:
-                    problems.append(f"{key}: {error}")
+            given = _paths(data[name], key, problems) if field.metadata.get("is_path") else data[name]
+            values[name] = _convert(given, annotation, key, problems, root)
         elif _default_of(field) is MISSING:
             problems.append(f"{key} is missing: it needs {describe_type(annotation)}")
     if len(problems) > before:
@@ -182,6 +179,19 @@ def build(
         message = error.message if isinstance(error, UserError) else error
         problems.append(f"{prefix.rstrip('.')}: {message}".lstrip(": "))
     return None
+
+
+def _paths(value: Any, key: str, problems: list[str]) -> Any:
+    """Return paths as text without `~`; what is no path stays."""
+    if isinstance(value, dict):
+        return {name: _paths(one, f"{key}.{name}", problems) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_paths(one, f"{key}.{idx}", problems) for idx, one in enumerate(value)]
+    try:
+        return expand_home(os.fspath(value)) if isinstance(value, str | os.PathLike) else value
+    except ValueError as error:
+        problems.append(f"{key}: {error}")
+        return value
 
 
 def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: type) -> Any:

@@ -163,9 +163,13 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
 def check_paths(config: EngineSettings) -> None:
     """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path (an unset
     shell variable), and IDLM-0439 for an option of a file that is not given."""
-    for name, (known, _) in fields_of(type(config)).items():
-        value = getattr(config, name)
-        if known.metadata.get("is_path") and value is not None and not value.strip():
+    paths = {
+        name: getattr(config, name)
+        for name, (known, _) in fields_of(type(config)).items()
+        if known.metadata.get("is_path")
+    }
+    for name, value in (paths | {f"adapters.{name}": path for name, path in config.adapters.items()}).items():
+        if isinstance(value, str) and not value.strip():
             raise UserError(
                 "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
             )

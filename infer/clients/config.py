@@ -78,6 +78,7 @@ class BenchConfig(EngineSettings):
         "random: as in endpoint=; text: a built-in list of questions; a task such as ledger; or a file, of "
         "JSON lines as for idlm-generate or with a text a line. All but random are chats",
         "random",
+        is_path=True,
     )
     vocab_size: int = option("random token ids are below this; every checkpoint has 150", 150)
     seed: int = option(

@@ -117,7 +117,7 @@ def folders() -> Iterator[Finding]:
 
 
 def _folder(name: str, folder: str, variable: str) -> Finding:
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     fix = f"set {variable} to a folder on a disk with space that is not mounted noexec"
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     try:

@@ -96,8 +96,8 @@ def read_arms(texts: Sequence[str]) -> list[Arm]:
     arms = []
     for text in texts:
         if os.sep in text or (Path(text).is_dir() and text not in DECODERS.names()):
-            checkpoint_directory(path := Path(text).expanduser())
-            arms.append(Arm(text, "ar", {}, str(path)))
+            checkpoint_directory(text)
+            arms.append(Arm(text, "ar", {}, text))
             continue
         name, *parts = text.split(":")
         if len(parts) % 2 or texts.count(text) > 1:

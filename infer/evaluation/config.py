@@ -48,6 +48,7 @@ class EvaluateConfig(EngineSettings):
         "more decoders, each with options: NAME:OPTION:VALUE; a path is the checkpoint's base: how far "
         "conversion moved from it follows the table",
         [],
+        is_path=True,
     )
     output: str | None = option(
         "JSON lines with every completion and whether it is correct", None, is_path=True

@@ -53,7 +53,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def cache_folder(config: DataConfig) -> Path:
-    return Path(config.cache_dir or DEFAULT_CACHE).expanduser()
+    return Path(config.cache_dir or DEFAULT_CACHE)
 
 
 def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> CachedSource:

@@ -163,7 +163,7 @@ def test_an_output_that_another_run_has_is_refused_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_no_model")
-@pytest.mark.parametrize("name", ["model", "base", "input", "output"])
+@pytest.mark.parametrize("name", ["model", "base", "adapters.law", "input", "output"])
 def test_a_path_that_is_empty_is_refused_as_empty(name: str) -> None:
     error = _refusal(["-p", "x", *([] if name == "model" else MODEL), f"{name}="])
     assert (error.code, error.message) == ("IDLM-0464", f"{name}='' is empty")

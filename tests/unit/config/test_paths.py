@@ -86,7 +86,10 @@ def test_a_home_is_the_same_folder_for_every_path(tmp_path: Path, monkeypatch: p
     config = compose("train", TrainConfig, [*(f"{key}=~/x y" for key in keys), "data.sources=[{path: ~/z}]"])
     assert {value_of(config, key) for key in keys} == {f"{tmp_path}/x y"}
     assert config.data.sources[0].path == f"{tmp_path}/z"
-    answered = compose("generate", GenerateConfig, ["model=~/m", "input=~/i", "output=~/o", "base=~/b"])
+    answered = compose(
+        "generate", GenerateConfig, ["model=~/m", "input=~/i", "output=~/o", "base=~/b", "adapters.law=~/l"]
+    )
+    assert answered.adapters == {"law": f"{tmp_path}/l"}
     assert (answered.model, answered.input) == (f"{tmp_path}/m", f"{tmp_path}/i")
     assert (answered.output, answered.base) == (f"{tmp_path}/o", f"{tmp_path}/b")
     mine = pwd.getpwuid(os.getuid())
