@@ -10,7 +10,7 @@ head dim, D width, F ffn, V vocabulary, E output width of a projection, L adapte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,6 @@ from idlm.infer.models.base import (
     ALONE,
     KVAccess,
     ModelSpec,
-    OtherLayers,
     Shards,
     TensorNames,
 )
@@ -208,36 +207,31 @@ def add_and_norm(
 class Rows:
     """Inputs shared by all layers of a step. `gate`: rows that adapters apply to; None: no row."""
 
-    rope: Rope
+    ropes: tuple[Rope, ...]
     gate: Gate | None
     linears: Linears
-    other_rope: Rope | None = None
-    """Of the layers `others`."""
-    others: OtherLayers | None = None
+    others: Collection[int] = ()
+    """Numbers of the layers that rotate by the second of `ropes`."""
 
     def rope_of(self, number: int) -> Rope:
-        if self.other_rope is None or self.others is None or number not in self.others.numbers:
-            return self.rope
-        return self.other_rope
+        return self.ropes[number in self.others]
 
     def select_plan_rows(
         self, rows_I: Tensor, q_RNH: Tensor, residual_RD: Tensor
     ) -> tuple[Tensor, Tensor, Rows]:
         """Queries, residual and inputs of the rows `rows_I`, in one launch."""
-        ropes = (self.rope,) if self.other_rope is None else (self.rope, self.other_rope)
-        tables = [table for rope in ropes for table in rope.tables or ()]
+        tables = [table for rope in self.ropes for table in rope.tables or ()]
         gates = () if self.gate is None else (gate_of(self.gate),)
         q_INH, residual_ID, positions_I, *others = gather_rows(
-            rows_I, (q_RNH, residual_RD, self.rope.positions_R, *tables, *gates)
+            rows_I, (q_RNH, residual_RD, self.ropes[0].positions_R, *tables, *gates)
         )
-        pairs = [(others[at], others[at + 1]) if tables else None for at in range(0, 2 * len(ropes), 2)]
-        rope, *other = (
+        gate = None if self.gate is None else group_rows(others.pop(), num_adapters_of(self.gate))
+        pairs = zip(others[::2], others[1::2], strict=True) if tables else [None] * len(self.ropes)
+        ropes = (
             replace(rope, positions_R=positions_I, tables=pair)
-            for rope, pair in zip(ropes, pairs, strict=True)
+            for rope, pair in zip(self.ropes, pairs, strict=True)
         )
-        gate = None if self.gate is None else group_rows(others[-1], num_adapters_of(self.gate))
-        other_rope = other[0] if other else None
-        return q_INH, residual_ID, replace(self, rope=rope, gate=gate, other_rope=other_rope)
+        return q_INH, residual_ID, replace(self, ropes=tuple(ropes), gate=gate)
 
 
 class DenseTrunk(nn.Module):
@@ -277,11 +271,8 @@ class DenseTrunk(nn.Module):
         the rows that adapters apply to (bool), or of several adapters that of `RowGroups`; None: none."""
         gate_R = gate_R if self.num_adapters else None
         gate = None if gate_R is None else group_rows(gate_R, self.num_adapters)
-        dtype, others, other = self.embed.dtype, self.spec.variant.others, None
-        rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=dtype)
-        if others is not None:
-            other = make_rope(positions_R, self.other_inv_freq, scaling=others.rope_scaling, dtype=dtype)
-        rows = Rows(rope=rope, gate=gate, linears=self.linears, other_rope=other, others=others)
+        others = () if self.spec.variant.others is None else self.spec.variant.others.numbers
+        rows = Rows(ropes=self._ropes(positions_R), gate=gate, linears=self.linears, others=others)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
             x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)
@@ -300,6 +291,12 @@ class DenseTrunk(nn.Module):
         is_whole, is_free = self.shards.size == 1, not self.linears.deterministic
         is_free = is_free and self.spec.variant.logit_divisor == 1.0
         return self.head if is_whole and is_free and has_fused(self.head.device) else None
+
+    def _ropes(self, positions_R: Tensor) -> tuple[Rope, ...]:
+        """The rotation of most layers, and that of others if there are some."""
+        make, others = partial(make_rope, positions_R, dtype=self.embed.dtype), self.spec.variant.others
+        own = make(self.inv_freq, scaling=self.spec.rope_scaling)
+        return (own,) if others is None else (own, make(self.other_inv_freq, scaling=others.rope_scaling))
 
     def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
         x_RD = self._embeddings(token_ids_R, gate_R)

@@ -106,7 +106,7 @@ class MoeLayer(Layer):
         return self.mlp.targets(number, names)
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        return self.mlp(normed_RD, rows.linears, slot_mapping_R, rows.rope.positions_R)
+        return self.mlp(normed_RD, rows.linears, slot_mapping_R, rows.ropes[0].positions_R)
 
 
 class MoeTrunk(DenseTrunk):

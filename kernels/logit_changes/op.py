@@ -102,20 +102,14 @@ def _histories(
     """Tokens before each row [M, H], or `ABSENT`, and whether they are the answer's."""
     num_known_M = known.num_known_Z[lanes_M]
     drafts_ZN = known.tokens_ZL[:, :0] if known.drafts_ZN is None else known.drafts_ZN
-    width = int(num_known_M.max())
-    columns = torch.arange(width + drafts_ZN.shape[1])
-    tokens_MH = known.tokens_ZL[lanes_M, :width]
-    tokens_MH = tokens_MH.where(columns[:width] < num_known_M[:, None], ABSENT)
-    index_N = torch.arange(drafts_ZN.shape[1])
+    num_drafts, width = drafts_ZN.shape[1], int(num_known_M.max())
+    index_N, columns = torch.arange(num_drafts), torch.arange(width + num_drafts)
     is_draft_MN = index_N < num_drafts_M[:, None]
     if own_M is not None:
         is_draft_MN = is_draft_MN & (index_N != own_M[:, None])
-    history_MH = torch.cat((tokens_MH, drafts_ZN[lanes_M].where(is_draft_MN, ABSENT)), dim=1)
-    # Each history without a gap between known tokens and drafts.
-    from_M1 = (columns - num_known_M[:, None]).clamp(min=0) + width
-    from_MH = torch.where(columns < num_known_M[:, None], columns, from_M1)
-    padded_MH = torch.nn.functional.pad(history_MH, (0, 1), value=ABSENT)
-    history_MH = padded_MH.gather(1, from_MH.clamp(max=len(columns)))
+    tokens_MH = torch.nn.functional.pad(known.tokens_ZL[lanes_M, :width], (0, num_drafts))
+    history_MH = tokens_MH.where(columns < num_known_M[:, None], ABSENT)
+    history_MH.scatter_(1, num_known_M[:, None] + index_N, drafts_ZN[lanes_M].where(is_draft_MN, ABSENT))
     return history_MH, columns >= lanes.num_prompt_Z[lanes_M, None]
 
 

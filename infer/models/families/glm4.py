@@ -25,11 +25,9 @@ class Glm(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
-        rotary_dim, bias = (
-            rotated_dims(reader, reader.integer("head_dim", 128), 0.5),
-            config.get("attention_bias"),
-        )
+        rotary_dim = rotated_dims(reader, reader.integer("head_dim", 128), 0.5)
         reader.check()
+        bias = config.get("attention_bias")
         return dense_spec(
             config,
             qkv_bias=bias is None or bool(bias),
