@@ -269,9 +269,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             return error.response()
         case RequestValidationError():
             return from_validation(error.errors()).response()
+        case HTTPException(status_code=404 | 405 as status):
+            what = f"{request.method} {request.url.path[:80]} is not served here; GET /docs lists the routes"
+            return FieldError("path" if status == 404 else "method", what, status=status).response()
         case HTTPException():
-            param = {404: "path", 405: "method"}.get(error.status_code, "body")
-            return FieldError(param, error.detail, status=error.status_code).response()
+            return FieldError("body", error.detail, status=error.status_code).response()
         case ClientGoneError():
             return Response(status_code=499)
     return internal_error().response()

@@ -128,6 +128,9 @@ def test_a_prompt_beyond_the_context_has_the_code_by_which_clients_shorten_it(
 def test_openai_has_codes_for_models_keys_and_full_queues(server: Running) -> None:
     assert server.refusal(COMPLETIONS, prompt="a", model="another")[1]["code"] == "model_not_found"
     assert server.client.get("/v1/models/another").json()["error"]["code"] == "model_not_found"
+    for path, param in (("/v1/embeddings", "path"), ("/v1/models", "method")):
+        error = server.refusal(path)[1]
+        assert error["message"] == f"{param}: POST {path} is not served here; GET /docs lists the routes"
     keyless = httpx.get(f"{server.url}/v1/models", trust_env=False)
     assert keyless.json()["error"]["code"] == "invalid_api_key"
     error = ApiError(429, "full", code="queue_full").body()["error"]
