@@ -35,7 +35,7 @@ from idlm.infer.mosaic.arena import open_arena
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner, resolve_canvases
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.deterministic import check_products, request_strict_products
+from idlm.infer.runtime.deterministic import check_products, is_cheap, request_strict_products
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_costs import MAX_SLOWDOWNS, WEIGHT_ROWS, PassCosts
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS, max_stored_rows
@@ -151,7 +151,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     rank of tensor parallelism builds its own shard."""
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
-    if settings.deterministic:
+    if settings.deterministic is True:
         request_strict_products(device)
     if settings.is_lossy:
         fp8.check_device(device)
@@ -165,7 +165,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
-    if settings.deterministic:
+    if settings.deterministic is True:
         check_products(model)
     if decoder.takes_selector and model.semantics.selector is not None:
         decoder.selector = SELECTORS.get(model.semantics.selector).load(path, model.trunk)
@@ -193,8 +193,10 @@ def _assemble(
     accelerators: Mapping[str, Any] | None = None,
 ) -> EngineParts:
     """Allocate the state of sequences and the KV pool, and join them with model, decoder and scheduler."""
-    model.trunk.linears.deterministic = settings.deterministic
     settings = _with_loads(settings, model.device, decoder.kv_policy)
+    if settings.deterministic == "auto":
+        settings = dataclasses.replace(settings, deterministic=is_cheap(settings, model, decoder))
+    model.trunk.linears.deterministic = settings.is_deterministic
     sizes = _sizes(settings, model, decoder)
     stack = None if not accelerators else stack_of(accelerators, _spec(settings, model, decoder, sizes))
     device, size, max_length = model.device, model.spec.vocab_size, sizes.max_length
@@ -381,7 +383,7 @@ def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes:
         page_size=settings.slots_per_page,
         num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
         tensor_parallel=settings.tensor_parallel,
-        deterministic=settings.deterministic,
+        deterministic=settings.is_deterministic,
         graphs=settings.graphs,
     )
 
@@ -478,7 +480,7 @@ def _kv_cache(model: LoadedModel, policy: KVWritePolicy, dtype: torch.dtype, num
 def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
     """The requested back end, or for "auto" the first that supports the model. Raises UserError IDLM-0422."""
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
-    heads, deterministic, reasons = head_shape(model, kv_dtype), settings.deterministic, {}
+    heads, deterministic, reasons = head_shape(model, kv_dtype), settings.is_deterministic, {}
     for name in names:
         reasons[name] = attention_problems(name, heads, device=model.device, deterministic=deterministic)
         if not reasons[name]:

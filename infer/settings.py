@@ -77,8 +77,9 @@ class EngineSettings:
         "off",
     )
     attention: Literal["auto", "triton", "torch"] = option("back end of paged attention", "auto")
-    deterministic: bool = option(
-        "logits of a row have the same bits whatever else is in the batch (Hopper GPU; Intel CPU in float32)",
+    deterministic: bool | Literal["auto"] = option(
+        "logits of a row have the same bits whatever else is in the batch (Hopper GPU; Intel CPU in "
+        "float32); auto: if that costs at most 3 % of a step of max_num_seqs sequences",
         False,
     )
     tensor_parallel: int = option("GPUs that share the model; one process is started for each", 1)
@@ -104,7 +105,7 @@ class EngineSettings:
             *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("page_size", 1), ("num_pages", 1)),
             *(("tensor_parallel", 1), ("num_inflight_steps", 0), ("max_length", 2)),
         )
-        if self.deterministic and self.tensor_parallel not in (1, 2):
+        if self.deterministic is True and self.tensor_parallel not in (1, 2):
             problems.append(
                 f"deterministic=true with tensor_parallel={self.tensor_parallel}: the order of sums over "
                 "more than two ranks depends on the batch (allowed: 1 and 2)"
@@ -133,6 +134,12 @@ class EngineSettings:
         """`max_num_batched_tokens` of an engine that is built."""
         assert self.max_num_batched_tokens is not None
         return self.max_num_batched_tokens
+
+    @property
+    def is_deterministic(self) -> bool:
+        """`deterministic` of an engine that is built."""
+        assert self.deterministic != "auto"
+        return self.deterministic
 
     @property
     def is_lossy(self) -> bool:

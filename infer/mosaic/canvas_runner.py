@@ -62,7 +62,7 @@ def resolve_canvases(
         f"weights={settings.weights}": settings.weights == "fp8",
         f"kv_cache={settings.kv_cache}": settings.kv_cache == "fp8",
         "graphs=on": settings.graphs == "on",
-        "deterministic=true": settings.deterministic,
+        "deterministic=true": settings.deterministic is True,
         f"attention={backend}, which chooses paged attention": backend != "auto",
     }
     found = [what for what, is_refused in refused.items() if is_refused]

@@ -84,6 +84,29 @@ def test_only_a_deterministic_engine_asks_for_strict_products(
     assert os.environ["MKL_CBWR"] == "AVX2,STRICT", "a mode that the user has chosen stays"
 
 
+@pytest.mark.parametrize(
+    ("decoder", "most"),
+    [({"decoder": "ar"}, 64), ({"stride": 4}, 16), ({"stride": 8}, 1), ({"stride": 9}, 0)],
+)
+def test_auto_is_true_for_engines_of_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: dict[str, Any], most: int
+) -> None:
+    checkpoint = write_toy_checkpoint(tmp_path)
+    options = {"decoder": "isd", "dtype": "bfloat16", "deterministic": "auto", "mask_token_id": 47, **decoder}
+
+    def chosen(**others: Any) -> bool | str:
+        return Engine.from_pretrained(checkpoint, **OPTIONS | options | others).settings.deterministic
+
+    assert chosen(max_num_seqs=1) is False, "a CPU has no measured loads"
+    monkeypatch.setattr(deterministic, "has_gluon", lambda device: True)
+    monkeypatch.setattr(deterministic, "problems", lambda *given, **options: [])
+    decides(monkeypatch, torch.bfloat16)
+    assert [chosen(max_num_seqs=num) for num in (max(most, 1), most + 1)] == [most > 0, False]
+    assert not any(chosen(max_num_seqs=1, **one) for one in ({"dtype": "float32"}, {"attention": "torch"}))
+    decides(monkeypatch)
+    assert chosen(max_num_seqs=1) is False
+
+
 STRICT = "set MKL_CBWR=AUTO,STRICT before Python starts (MKL already has another mode)"
 
 
