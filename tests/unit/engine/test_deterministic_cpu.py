@@ -85,11 +85,11 @@ def test_only_a_deterministic_engine_asks_for_strict_products(
 
 
 @pytest.mark.parametrize(
-    ("decoder", "most"),
+    ("decoder", "limit"),
     [({"decoder": "ar"}, 64), ({"stride": 4}, 16), ({"stride": 8}, 1), ({"stride": 9}, 0)],
 )
 def test_auto_is_true_for_engines_of_few_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: dict[str, Any], most: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: dict[str, Any], limit: int
 ) -> None:
     checkpoint = write_toy_checkpoint(tmp_path)
     options = {"decoder": "isd", "dtype": "bfloat16", "deterministic": "auto", "mask_token_id": 47, **decoder}
@@ -101,7 +101,7 @@ def test_auto_is_true_for_engines_of_few_rows(
     monkeypatch.setattr(deterministic, "has_gluon", lambda device: True)
     monkeypatch.setattr(deterministic, "problems", lambda *given, **options: [])
     decides(monkeypatch, torch.bfloat16)
-    assert [chosen(max_num_seqs=num) for num in (max(most, 1), most + 1)] == [most > 0, False]
+    assert [chosen(max_num_seqs=num) for num in (max(limit, 1), limit + 1)] == [limit > 0, False]
     assert not any(chosen(max_num_seqs=1, **one) for one in ({"dtype": "float32"}, {"attention": "torch"}))
     decides(monkeypatch)
     assert chosen(max_num_seqs=1) is False
