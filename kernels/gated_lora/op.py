@@ -1,7 +1,8 @@
 """Gated LoRA of a fused projection: y += scaling * B h in MASK rows, where h = A x. Contract in README.md.
 
 R rows, E output width (of B: those of all adapters), F half of it for a SwiGLU, r rank, P parts of the
-projection, L adapters, X ranks of all parts and adapters (L P r)."""
+projection, L adapters, X ranks of all parts and adapters (L P r), Y those of an adapter, M its rows, e its
+outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import library_linear, runs_kernels
-from idlm.kernels.gated_lora.types import Gate, gate_of, num_adapters_of
+from idlm.kernels.gated_lora.types import Gate, gate_of, num_adapters_of, rows_of
 
 MAX_PARTS = 3
 
@@ -54,7 +55,8 @@ def expand_add(
 
         run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling)
         return y_RE
-    return y_RE.copy_(_sum(y_RE, gate, h_RX, b_Er, sizes, scaling))
+    _add(y_RE, gate, h_RX, b_Er, sizes, scaling)
+    return y_RE
 
 
 def expand_swiglu(y_RE: Tensor, gate: Gate, h_RX: Tensor, b_Er: Tensor, *, scaling: float | Tensor) -> Tensor:
@@ -67,26 +69,35 @@ def expand_swiglu(y_RE: Tensor, gate: Gate, h_RX: Tensor, b_Er: Tensor, *, scali
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
         run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
         return out_RF
-    gate_RF, up_RF = _sum(y_RE, gate, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
-    return F.silu(gate_RF) * up_RF
+    y_RE = y_RE.clone()
+    _add(y_RE, gate, h_RX, b_Er, sizes, scaling)
+    gate_RF, up_RF = y_RE.chunk(2, dim=-1)
+    return F.silu(gate_RF).mul_(up_RF)
 
 
-def _sum(
+def _add(
     y_RE: Tensor,
     gate: Gate,
     h_RX: Tensor,
     b_Er: Tensor,
     sizes: tuple[int, ...],
     scaling: float | Tensor,
-) -> Tensor:
-    num_adapters, rank, gate_R = num_adapters_of(gate), b_Er.shape[1], gate_of(gate)
-    for number in range(num_adapters):
-        h_Rr, b_er = (x.chunk(num_adapters, dim)[number] for x, dim in ((h_RX, 1), (b_Er, 0)))
-        parts = zip(h_Rr.split(rank, dim=1), b_er.split(sizes), strict=True)
-        factor = scaling[number] if isinstance(scaling, Tensor) else scaling
-        gain_RE = torch.cat([library_linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * factor
-        y_RE = torch.where((gate_R == number + 1)[:, None], y_RE + gain_RE, y_RE)
-    return y_RE
+) -> None:
+    """`expand_add` by the library, over the MASK rows alone."""
+    rows, rank = rows_of(gate), b_Er.shape[1]
+    owns = zip(rows, h_RX.chunk(len(rows), 1), b_Er.chunk(len(rows)), strict=True)
+    for number, (rows_M, h_RY, b_er) in enumerate(owns):
+        h_MY = h_RY[rows_M]
+        if len(h_MY) == 0:
+            continue
+        parts = zip(h_MY.split(rank, dim=1), b_er.split(sizes), strict=True)
+        gains = [library_linear(h_Mr, b_er) for h_Mr, b_er in parts]
+        gain_ME = gains[0] if len(gains) == 1 else torch.cat(gains, dim=1)
+        gain_ME.mul_(scaling[number] if isinstance(scaling, Tensor) else scaling)
+        if isinstance(rows_M, slice):
+            y_RE[rows_M].add_(gain_ME)
+        else:
+            y_RE.index_add_(0, rows_M, gain_ME)
 
 
 def _check(
