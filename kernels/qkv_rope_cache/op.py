@@ -22,8 +22,8 @@ sum of its norm the same order."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    0 for dimensions that stay as they are, `scaling` a factor of the other cos and sin. `tables`: rounded cos
-    and sin [R, 1, h] if no kernel computes them."""
+    0 for dimensions that stay as they are, `scaling` a factor of the other cos and sin. `tables`:
+    `rope_tables` if no kernel computes them."""
 
     positions_R: Tensor
     inv_freq_h: Tensor
@@ -42,10 +42,12 @@ def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, 
 def rope_tables(
     positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [R, 1, h], rounded to `dtype`."""
+    """Factors of a head and of its halves in turn, [R, 1, H], rounded to `dtype`: cos of both, and
+    -sin and sin."""
     angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
     scaling_h = torch.where(inv_freq_h == 0, 1.0, scaling)
-    return (angles_R1h.cos() * scaling_h).to(dtype), (angles_R1h.sin() * scaling_h).to(dtype)
+    cos_R1h, sin_R1h = ((x_R1h * scaling_h).to(dtype) for x_R1h in (angles_R1h.cos(), angles_R1h.sin()))
+    return torch.cat((cos_R1h, cos_R1h), dim=-1), torch.cat((-sin_R1h, sin_R1h), dim=-1)
 
 
 def qkv_rope_cache(
@@ -161,5 +163,6 @@ def _normed(x_RYH: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
 
 def _turned(x_RYH: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the halves of each head; every product and sum is rounded."""
-    (cos_R1h, sin_R1h), (low, high) = tables, x_RYH.chunk(2, dim=-1)
-    return torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)
+    cos_R1H, sin_R1H = tables
+    turned_RYH = x_RYH.unflatten(-1, (2, -1)).flip(-2).flatten(-2).mul_(sin_R1H)
+    return turned_RYH.add_(x_RYH * cos_R1H)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,10 @@ def add_rms_norm(
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if not runs_kernels(x_RD):
         sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
+        if groups == 1 and x_RD.dtype == weight_D.dtype == torch.float32:
+            # For few rows calls take longer than sums.
+            normed_RD = F.rms_norm(sum_RD, weight_D.shape, weight_D, eps)
+            return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD
         parts = sum_RD.float().unflatten(1, (groups, -1))
         normed_RD = F.rms_norm(parts, parts.shape[2:], eps=eps).flatten(1).to(weight_D.dtype) * weight_D
         normed_RD = normed_RD.to(x_RD.dtype)

@@ -141,18 +141,21 @@ def plain_row_probs(
     if forbidden_id is not None:
         with torch.inference_mode():
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
-    probs_XV = _warped_probs(logits_XV, settings, lanes_B, filters=filters)
-    is_nonfinite_X = ~logits_XV.amax(-1).isfinite()
+    best_X1 = logits_XV.argmax(-1, keepdim=True)
+    # A NaN is the largest.
+    highest_X1 = logits_XV.gather(-1, best_X1)
     return PlainProbs(
-        probs_XV=probs_XV,
-        is_nonfinite_X=is_nonfinite_X,
+        probs_XV=_warped_probs(logits_XV, best_X1, highest_X1, settings, lanes_B, filters=filters),
+        is_nonfinite_X=~highest_X1[:, 0].isfinite(),
         own_XV=logits_XV.double().softmax(-1) if own else None,
-        best_X=logits_XV.argmax(-1) if own else None,
+        best_X=best_X1[:, 0] if own else None,
     )
 
 
 def _warped_probs(
     logits_XV: Tensor,
+    best_X1: Tensor,
+    highest_X1: Tensor,
     settings: tuple[Tensor, Tensor, Tensor, Tensor],
     lanes_B: Tensor | None,
     *,
@@ -168,8 +171,10 @@ def _warped_probs(
         return logits_XV.double()
     temperatures = set(temperature_X.tolist())
     has_greedy = 0.0 in temperatures
+    if temperatures == {0.0}:
+        return _one_hot(logits_XV, best_X1)
     # Relative to the maximum: a tiny temperature then gives -inf for the others, and never inf - inf.
-    probs_XV = logits_XV.double() - logits_XV.amax(-1, keepdim=True)
+    probs_XV = logits_XV.double() - highest_X1
     if temperatures != {1.0}:
         divisor_X = torch.where(temperature_X == 0, 1.0, temperature_X) if has_greedy else temperature_X
         probs_XV /= divisor_X[:, None]
@@ -185,10 +190,12 @@ def _warped_probs(
     if is_cut:
         probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
     if has_greedy:
-        best_X1 = logits_XV.argmax(-1, keepdim=True)
-        one_hot_XV = torch.zeros_like(probs_XV).scatter_(-1, best_X1, 1.0)
-        probs_XV = torch.where((temperature_X == 0)[:, None], one_hot_XV, probs_XV)
+        probs_XV = torch.where((temperature_X == 0)[:, None], _one_hot(logits_XV, best_X1), probs_XV)
     return probs_XV
+
+
+def _one_hot(logits_XV: Tensor, best_X1: Tensor) -> Tensor:
+    return torch.zeros_like(logits_XV, dtype=torch.float64).scatter_(-1, best_X1, 1.0)
 
 
 def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> None:

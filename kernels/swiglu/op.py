@@ -17,7 +17,7 @@ def swiglu(gate_up_RE: Tensor, *, out_RF: Tensor | None = None) -> Tensor:
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if not runs_kernels(gate_up_RE):
         gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
-        hidden_RF = F.silu(gate_RF) * up_RF
+        hidden_RF = F.silu(gate_RF).mul_(up_RF)
         return hidden_RF if out_RF is None else out_RF.copy_(hidden_RF)
     import triton
 
