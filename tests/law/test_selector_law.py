@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.selectors.base import MaskRows
 from idlm.infer.selectors.path import PathSelector
 from idlm.kernels.sampling import put
@@ -33,7 +32,7 @@ WARPED = (
     (PROMPT, replace(NEUTRAL, temperature=1.3)),
     (PROMPT, replace(NEUTRAL, temperature=1.3, top_p=0.8, top_k=3)),
 )
-STRATEGY_CASES = [*((4, name) for name in STRATEGIES.names()), (2, "cold"), (3, "tree"), (5, "branch_3")]
+STRATEGY_CASES = [(4, "tree"), (4, "alternate"), (2, "cold"), (3, "branch"), (5, "branch_3")]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
@@ -32,11 +31,7 @@ LEVEL = 1e-6 / 128
 """The family's level divided by at least the number of chi-square tests of this file."""
 SETTINGS = ((PROMPT, NEUTRAL), (PROMPT, replace(NEUTRAL, temperature=0.7, top_p=0.9)))
 LOOKS = 1_000, 6_000
-CASES = [(4, name) for name in STRATEGIES.names()] + [
-    (2, "cold"),
-    (3, "branch"),
-    (4, "branch_2"),
-]
+CASES = [(4, "tree"), (4, "alternate"), (2, "cold"), (3, "branch"), (4, "branch_2")]
 
 
 @pytest.fixture(scope="module")

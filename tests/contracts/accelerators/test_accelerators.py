@@ -89,15 +89,22 @@ def test_at_full_budget_every_stack_is_exact_or_refused(
     assert_idle(engine)
 
 
+DYNAMIC = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None}
+EDITS = DYNAMIC | {"edit_threshold": 0.3, "threshold": 0.3}
+PARTS, EIGHT = {"sub_block_size": 4, "dual_cache": True}, {"kv_cache": "fp8"}
+
+
 @pytest.mark.sweep_but(2)
-@pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize(
-    "decoding",
+    ("name", "decoding"),
     [
-        {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
-        {"sub_block_size": 4, "dual_cache": True},
-        {"edit_threshold": 0.3, "steps": None, "threshold": 0.3, "strategy": "low_confidence_dynamic"},
-        {"kv_cache": "fp8"},
+        *(("focus", DYNAMIC), ("quest", DYNAMIC), ("mage", PARTS), ("sparsed", PARTS), ("focus", PARTS)),
+        *(
+            ("mage", EDITS),
+            ("focus", EDITS),
+            ("quest", {"kv_cache": "fp8"}),
+            ("sparsed", {"kv_cache": "fp8"}),
+        ),
     ],
     ids=str,
 )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
@@ -103,18 +102,18 @@ def test_drafts_are_those_of_an_engine_with_that_adapter_alone(
     assert all(mine != other for mine, other in zip(wrong, expected, strict=True))
 
 
-@pytest.mark.sweep_but("tree-preempted", "branch-static")
+@pytest.mark.sweep_but(2)
 @pytest.mark.decides
 @pytest.mark.parametrize(
-    "options",
+    ("strategy", "options"),
     [
-        {"num_pages": 30},
-        {"graphs": "on", "adaptive": True, "num_inflight_steps": 2},
-        {"prefix_cache": False, "max_num_batched_tokens": 5},
+        ("tree", {"num_pages": 30}),
+        ("branch", {"graphs": "on", "adaptive": True, "num_inflight_steps": 2}),
+        ("cold", {"prefix_cache": False, "max_num_batched_tokens": 5}),
+        ("alternate", {"num_pages": 30}),
     ],
-    ids=("preempted", "static", "chunked"),
+    ids=str,
 )
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_greedy_answers_are_the_bases(
     family: dict[str | None, Path], strategy: str, options: dict[str, Any]
 ) -> None:

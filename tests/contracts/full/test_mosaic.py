@@ -37,7 +37,8 @@ CHUNKS: list[dict[str, int]] = [
     {"query": 3},
     {"logits": 100, "ffn": 100, "experts": 100, "query": 100},
 ]
-THREES = {"logits": 3, "ffn": 3, "experts": 3, "query": 3}
+PARTS = {"logits": 3, "ffn": 3, "query": 3}
+THREES = PARTS | {"experts": 3}
 
 
 def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
@@ -199,11 +200,14 @@ def shortened(template: Any, name: str) -> None:
     template.__dict__["lifetimes"] = relate(storages, len(template.ops))
 
 
-@pytest.mark.sweep_but("chunks0-heads", "chunks0-logits", "chunks1-gate_up")
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize(
-    "name", ["q", "k", "heads", "attention_out", "ffn_in", "gate_up", "head_in", "logits"]
+    ("name", "chunks"),
+    [
+        *(("heads", {}), ("logits", {}), ("gate_up", PARTS), ("q", {}), ("k", PARTS)),
+        *(("attention_out", PARTS), ("ffn_in", {}), ("head_in", PARTS), ("logits", PARTS)),
+    ],
 )
-@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "query": 3}])
 def test_a_lifetime_that_is_too_short_is_caught(
     llada: Path, name: str, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

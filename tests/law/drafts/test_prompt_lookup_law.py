@@ -16,7 +16,6 @@ from torch import Tensor
 
 from idlm.infer.decoders import isd
 from idlm.infer.decoders.isd import IsdDecoder
-from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.sampling.types import PlainDraftProbs
@@ -31,7 +30,7 @@ SETTINGS: tuple[Setting, ...] = (
     (PROMPT, replace(NEUTRAL, temperature=0.6, top_k=3)),
     (PROMPT, replace(NEUTRAL, temperature=1.3, top_p=0.8)),
 )
-STRATEGY_CASES = [*((4, name) for name in STRATEGIES.names()), (2, "cold"), (3, "tree"), (5, "branch_3")]
+STRATEGY_CASES = [(4, "tree"), (4, "alternate"), (2, "cold"), (3, "branch"), (5, "branch_3")]
 
 
 @pytest.mark.sweep_but("4-tree")

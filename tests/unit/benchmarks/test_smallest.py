@@ -42,11 +42,6 @@ RUNS = {
         {"tokens_per_forward", "first_draft_acceptance"},
     ),
     "serving.answers": (TINY + "concurrency=2 tokens=4 rounds=2 top_p=0.9", {"output_tokens_per_s"}),
-    "quality.law": ("draws=1000 device=cpu workers=1 lanes=256 faults=false cases=3-branch", {"p_value_min"}),
-    "engine.soak": (
-        "device=cpu requests=60 lanes=6 shortages=2",
-        {"requests", "leaked_pages", "aborted_share", "preemptions", "engine_survives"},
-    ),
     "engine.tensor_parallel": (
         "model=tiny device=cpu sizes=1 concurrency=2 context=8 strides=2 layers=1 passes=3 rounds=1",
         {"step_ms", "isd_over_ar"},

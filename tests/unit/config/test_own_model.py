@@ -46,7 +46,7 @@ def write(folder: Path, *names: str) -> Path:
 
 @pytest.mark.sweep_but(recipe="own")
 @pytest.mark.parametrize(("names", "source"), FILES.items())
-@pytest.mark.parametrize("recipe", ["tiny", "qwen3_8b", "own"])
+@pytest.mark.parametrize("recipe", ["tiny", "own"])
 def test_a_given_path_is_read_by_what_it_holds(
     names: tuple[str, ...], source: str, recipe: str, tmp_path: Path
 ) -> None:

@@ -213,7 +213,7 @@ class InOnePass(nn.Linear):
 
 @pytest.mark.sweep_but("llama-idlm_sdpa")
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_rows_that_run_apart_have_the_values_and_gradients_of_one_pass(family: str, attention: str) -> None:
     """Strides 2, 3, 4 and 8, packed and padded rows of odd lengths, with and without checkpointing."""
     model, plain = adapted(family, attention=attention).train(), adapted(family, attention=attention).train()

@@ -99,9 +99,8 @@ def test_disturbed_steps_do_not_count(num_sequences: int) -> None:
     assert sum(rates[number] for number in chosen) >= 0.995 * len(chosen) * max(rates)
 
 
-@pytest.mark.sweep_but("12-16", "5-8")
-@pytest.mark.parametrize("num_sequences", [8, 16, 32, 64])
-@pytest.mark.parametrize("num_slow", [5, 12, 30])
+@pytest.mark.sweep_but(2)
+@pytest.mark.parametrize(("num_slow", "num_sequences"), [(12, 16), (5, 8), (30, 32), (5, 64), (30, 8)])
 def test_the_choice_recovers_from_a_slow_clock(num_sequences: int, num_slow: int) -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
     run(controller, num_sequences, 0.9, 80, noise=0.01)
