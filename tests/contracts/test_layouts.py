@@ -144,11 +144,3 @@ def test_the_stacked_layouts_equal_the_single_ones(strategy: str, num_masks: int
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
             assert int(stacked.tables.next_layouts_YA[y, a]) == following.index(max_drafts)
-
-
-@pytest.mark.parametrize("max_drafts", range(8))
-def test_stocks_are_numbered_one_by_one(max_drafts: int) -> None:
-    assert [draft_buffer.index(max_drafts) for draft_buffer in draft_buffers(max_drafts)] == list(
-        range(2 * max_drafts + 1)
-    )
-    assert DraftBuffer(0, True).index(max_drafts) == 0

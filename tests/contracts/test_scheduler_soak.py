@@ -213,18 +213,6 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) ->
     assert {after - before for before, after in itertools.pairwise([0, *accepted])} == {0, 1}
 
 
-def test_a_request_that_can_never_fit_is_refused_with_its_slots(checkpoint: Path) -> None:
-    engine = _engine(checkpoint, "branch", {**TINY, "num_pages": 8})
-    needed = 10 + 40 - 1 + 16
-    with pytest.raises(UserError) as caught:
-        engine.add_request("big", [1] * 10, SamplingParams(max_tokens=40))
-    assert caught.value.code == "IDLM-0413"
-    assert str(needed) in str(caught.value)
-    assert "32" in str(caught.value)
-    assert_idle(engine)
-    assert len(engine.generate([[1] * 10], SamplingParams(max_tokens=7))[0].token_ids) == 7
-
-
 def test_generate_keeps_the_events_of_other_requests(checkpoint: Path) -> None:
     engine = _engine(checkpoint, "ar", {})
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -235,13 +223,3 @@ def test_generate_keeps_the_events_of_other_requests(checkpoint: Path) -> None:
     assert alone.request_id != "others"
     assert [event.completion is not None for event in events].count(True) == 1
     assert tuple(tokens) == next(e.completion for e in events if e.completion is not None).token_ids
-
-
-def test_two_streams_read_in_turn_both_finish(checkpoint: Path) -> None:
-    engine = _engine(checkpoint, "ar", {})
-    params = SamplingParams(temperature=0, max_tokens=5)
-    first, second = engine.stream([3, 1], params), engine.stream([2, 7], params)
-    events = [next(first), next(second)]
-    events += [*second, *first]
-    assert sum(event.completion is not None for event in events) == 2
-    assert sum(len(event.token_ids) for event in events) == 10

@@ -160,13 +160,6 @@ def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
     assert num_beyond
 
 
-def test_few_shapes_serve_all_loads() -> None:
-    sizes = {buckets.bucket(size, buckets.BATCH_BUCKETS) for size in range(1, 257)}
-    assert sizes == set(buckets.BATCH_BUCKETS)
-    assert all(buckets.bucket(size, buckets.BATCH_BUCKETS) >= size for size in range(1, 2000))
-    assert buckets.bucket(0, buckets.PROMPT_BUCKETS) == 0
-
-
 def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
     """Up to 32 sequences at most a twenty-fifth of the rows; contexts beyond 32K at most a quarter."""
     policy = KVWritePolicy(kind="block", block_size=32)

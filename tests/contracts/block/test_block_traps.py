@@ -6,7 +6,6 @@ without a test.
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of
 pytestmark = pytest.mark.decides
 
 SIZE = 4
-ROOT = Path(__file__).resolve().parents[3]
 MAX = 3 * SIZE
 
 
@@ -60,23 +58,6 @@ def test_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path) -> Non
     )
     assert found.finish_reason == "stop"
     assert found.token_ids == long.token_ids[: long.token_ids.index(turn_end) + 1]
-
-
-def test_no_model_of_transformers_runs_in_the_engine() -> None:
-    """They infer packings, crop keys, ignore block masks, append to caches. Frequencies are taken, and how
-    chat templates are rendered; the doctor compares with them."""
-    found = []
-    for path in sorted((ROOT / "infer").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
-    assert found == [
-        ("config.py", "transformers"),
-        ("law.py", "transformers"),
-        ("config.py", "transformers.modeling_rope_utils"),
-        ("templates.py", "transformers.utils.chat_template_utils"),
-    ]
 
 
 def test_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> None:

@@ -250,14 +250,6 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         check_cluster(other)
 
 
-@pytest.mark.parametrize("name", ["in.parquet", "in.jsonl.gz"])
-def test_a_damaged_input_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="IDLM-0430") as caught:
-        generate([*SAMPLED, f"input={tmp_path / name}", f"output={tmp_path / 'out'}"])
-    assert name in caught.value.message
-
-
 def test_ray_data_gives_the_same_records(
     source: Path, tmp_path: Path, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

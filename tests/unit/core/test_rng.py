@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from idlm.kernels.sampling import uniforms
@@ -12,15 +10,6 @@ from idlm.kernels.sampling.draws import philox4x32
 
 def _words(*values: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor([value]) for value in values)
-
-
-def _kolmogorov_smirnov(numbers: torch.Tensor) -> float:
-    """Chance that as many uniform numbers (many) lie as far from their law: the first term of the series."""
-    num = len(numbers)
-    ranks = torch.arange(num + 1, dtype=torch.float64) / num
-    ordered = numbers.double().sort().values
-    gap = torch.maximum((ranks[1:] - ordered).max(), (ordered - ranks[:-1]).max())
-    return 2 * math.exp(-2 * num * float(gap) ** 2)
 
 
 def test_philox_known_answers() -> None:
@@ -49,15 +38,6 @@ def test_no_number_is_used_twice_over_requests_samples_steps_and_draws() -> None
     steps = torch.arange(1250).repeat(80)
     numbers = uniforms(seeds, samples, steps, 10).flatten()
     assert len(numbers) - len(numbers.unique()) < 200
-
-
-def test_neighbouring_seeds_steps_and_draws_are_uniform_and_uncorrelated() -> None:
-    numbers = uniforms(torch.arange(2000), torch.zeros(2000, dtype=torch.int64), torch.zeros(2000).long(), 50)
-    assert _kolmogorov_smirnov(numbers.flatten()) > 1e-6
-    for lagged in (numbers[1:] - 0.5, numbers[:, 1:] - 0.5):
-        base = (numbers - 0.5)[: lagged.shape[0], : lagged.shape[1]]
-        correlation = float((base * lagged).mean() * 12)
-        assert abs(correlation) < 6 / (lagged.numel() ** 0.5)
 
 
 def test_seeds_above_32_bits_differ() -> None:

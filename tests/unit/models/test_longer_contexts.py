@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,6 @@ def test_the_base_grows_as_published(factor: float, published: int) -> None:
         grown = (fast / slow) ** (64 / index) if index else published
         assert published - 1 < grown <= published
     assert longer.max_positions == factor * 4096 and longer.trained_length is None
-
-
-def test_no_dimension_rotates_faster_and_a_part_that_does_not_rotate_stays() -> None:
-    spec = spec_of({**CONFIG, "rope_theta": 5e6, "max_position_embeddings": 32_768})
-    barely = extended(spec, CONFIG, 1.01)
-    assert all(slow <= fast for fast, slow in zip(spec.rope_inv_freq, barely.rope_inv_freq, strict=True))
-    part = replace(spec, rotary_dim=64, rope_inv_freq=(*spec.rope_inv_freq[::2], *[0.0] * 32))
-    longer = extended(part, CONFIG, 4.0).rope_inv_freq
-    assert longer[0] == 1.0 and longer[31] < part.rope_inv_freq[31] and set(longer[32:]) == {0.0}
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}

@@ -53,10 +53,6 @@ def test_nothing_is_compiled_and_nothing_is_float16(stage: int, dtype: str) -> N
     json.dumps(shown)
 
 
-def test_without_a_stage_there_is_no_deepspeed() -> None:
-    assert zero_stage(config_of().train) is None
-
-
 def test_an_own_file_fills_in_and_wins(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
