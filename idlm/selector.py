@@ -30,9 +30,15 @@ class PathWeights(NamedTuple):
     hidden_WD: Tensor
 
 
-def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:
-    """UserError IDLM-0621 for a file that is missing or broken, or whose shapes do not fit the model's. No
-    weights are read."""
+def check_selector(kind: str, directory: Path, *, vocab_size: int, width: int) -> None:
+    """UserError IDLM-0621 for another kind than "path", and for a file that is missing or broken, or whose
+    shapes do not fit the model's. No weights are read."""
+    if kind != "path":
+        raise UserError(
+            "IDLM-0621",
+            f"idlm_config.json names a selector of drafts of the unknown kind {kind!r} (known: 'path')",
+            fix="decode without it: decoder.selector=false",
+        )
     path = Path(directory) / SELECTOR_FILE
     try:
         with safe_open(path, framework="pt") as file:
@@ -65,6 +71,6 @@ def check_path_weights(directory: Path, *, vocab_size: int, width: int) -> None:
 
 
 def load_path_weights(directory: Path, *, dtype: torch.dtype, device: torch.device) -> PathWeights:
-    """The weights of a file that `check_path_weights` allows."""
+    """The weights of a file that `check_selector` allows."""
     with safe_open(Path(directory) / SELECTOR_FILE, framework="pt", device=str(device)) as file:
         return PathWeights(*(file.get_tensor(name).to(dtype) for name in PathWeights._fields))

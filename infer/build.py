@@ -18,6 +18,7 @@ from idlm.contracts import SamplingParams
 from idlm.devices import is_out_of_memory, require_gpu
 from idlm.errors import UserError, some_of
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
+from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.memory.base import (
     LOGITS,
     MEMORY_MANAGERS,
@@ -42,7 +43,6 @@ from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS, max_stored_rows
 from idlm.infer.runtime.model_runner import EagerStep, PassRunner, Runner, Step, head_shape
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.selectors.base import SELECTORS
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
@@ -54,6 +54,7 @@ from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.op import AUTO
 from idlm.log import get_logger
+from idlm.selector import check_selector
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 
 PAGE_SIZE = 16
@@ -121,7 +122,8 @@ def read_checkpoint(
     if len(outline.adapters) > 1:
         _check_drafts(outline.adapters, decoder)
     if decoder.takes_selector and outline.semantics.selector is not None:
-        SELECTORS.get(outline.semantics.selector).check(Path(path), outline.spec)
+        spec = outline.spec
+        check_selector(outline.semantics.selector, Path(path), vocab_size=spec.vocab_size, width=spec.width)
     return outline, decoder
 
 
@@ -168,7 +170,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     if settings.deterministic is True:
         check_products(model)
     if decoder.takes_selector and model.semantics.selector is not None:
-        decoder.selector = SELECTORS.get(model.semantics.selector).load(path, model.trunk)
+        decoder.selector = PathSelector.load(path, model.trunk)
     tokenizer = None if shards.rank else _tokenizer(path, model)
     max_length = _max_length(settings, model)
     page_size = _page_size(settings, decoder.kv_policy.block_size)

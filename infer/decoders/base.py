@@ -21,7 +21,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import DraftLayout
-from idlm.infer.selectors.base import Selector
+from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -66,7 +66,7 @@ class Decoder(ABC):
     max_canvases: int = 1
     """Canvases that a pass feeds for one request at most."""
     exactness: str = "exact"
-    selector: Selector | None = None
+    selector: PathSelector | None = None
     """Draws drafts; set before `allocate` if the decoder `takes_selector` and the checkpoint has one."""
     modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     kv_policy: KVWritePolicy = TOKEN_BY_TOKEN

@@ -35,7 +35,7 @@ from idlm.infer.decoders.rejection import (
     layouts,
     strategy_of,
 )
-from idlm.infer.selectors.base import MaskRows
+from idlm.infer.decoders.selector import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.selectors.base import MaskRows
-from idlm.infer.selectors.path import PathSelector
+from idlm.infer.decoders.selector import MaskRows, PathSelector
 from idlm.kernels.sampling import put
 from idlm.kernels.sampling.types import PlainDraftProbs
 from tests.adapters import add_selector, write_adapter

@@ -12,7 +12,6 @@ from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluation.file_tasks import FILE_TASKS
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.models.base import FAMILIES
-from idlm.infer.selectors.base import SELECTORS
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.registry import Registry
 from idlm.tasks import TASKS
@@ -27,7 +26,6 @@ KINDS: list[Registry[Any]] = [
     MEMORY_MANAGERS,
     FAMILIES,
     ACCELERATORS,
-    SELECTORS,
     TASKS,
     SOURCES,
     OBJECTIVES,

@@ -87,5 +87,5 @@ def test_a_selector_that_does_not_fit_is_refused(toy: Path, tmp_path: Path, faul
         config.write_text(config.read_text().replace('"path"', '"paths"'))
     with pytest.raises(UserError) as caught:
         _engine(tmp_path)
-    assert caught.value.code == ("IDLM-0102" if fault == "kind" else "IDLM-0621")
+    assert caught.value.code == "IDLM-0621"
     assert _engine(tmp_path, selector=False).decoder.selector is None

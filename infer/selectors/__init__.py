@@ -1,1 +1,0 @@
-"""Selectors of drafts, one file each; the contract is in base.py."""
