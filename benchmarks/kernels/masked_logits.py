@@ -1,10 +1,10 @@
-"""Best tokens of wanted rows on a GPU: both routes against the library's dense product.
+"""Best tokens of wanted rows on a GPU: the kernel against the library's dense product.
 
     python -m benchmarks.masked_logits [rows=32768] [share=0.25] [lengths=8192,32768,131072]
                                        [rounds=9] [record=true] [results=DIR]
 
 bf16, LLaDA-8B's head (D 4096, V 126464), `share` of `rows` hidden states, scattered. `library` is the product
-of the gathered rows alone, into a buffer that exists: no gather, no softmax. First every arm must pass: its
+of the gathered rows alone, into a buffer that exists: no gather, no softmax. First the kernel must pass: its
 tokens are the best of an fp64 product, within twice the error of the library's logits, and so are their
 probabilities. Arms run in turn within a round. `lengths`: rows at which extra memory is measured. It needs a
 GPU.
@@ -31,7 +31,7 @@ DEFAULTS = defaults("rows=32768 share=0.25 lengths=8192,32768,131072 rounds=9 re
 CHECKED_ROWS = 512
 WARM_UPS = 3
 MB = 1e6
-ROUTES = ("chunks", "fused")
+ARM = "fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class Problem:
     weight_VD: Tensor
     forbidden_S: Tensor
 
-    def proposals(self, route: str) -> Proposals:
+    def proposals(self) -> Proposals:
         given = self.hidden_RD, self.rows_X, self.weight_VD
-        return masked_logits(*given, forbidden_S=self.forbidden_S, route=route)
+        return masked_logits(*given, forbidden_S=self.forbidden_S)
 
 
 def measure(arguments: list[str]) -> int:
@@ -54,11 +54,11 @@ def measure(arguments: list[str]) -> int:
     torch.manual_seed(0)
     weight_VD = torch.randn(VOCABULARY, WIDTH, device="cuda", dtype=torch.bfloat16).mul_(2 / WIDTH**0.5)
     problem = make_problem(int(options["rows"]), share, weight_VD)
-    gates = check(problem)
-    speeds(report, problem, gates, share)
+    gate = check(problem)
+    speeds(report, problem, share, gate=gate)
     for length in numbers(options["lengths"]):
-        memory(report, make_problem(length, share, weight_VD), gates, share)
-    return 0 if all(gates.values()) else 1
+        memory(report, make_problem(length, share, weight_VD), share, gate=gate)
+    return 0 if gate else 1
 
 
 def make_problem(num_rows: int, share: float, weight_VD: Tensor) -> Problem:
@@ -72,8 +72,8 @@ def make_problem(num_rows: int, share: float, weight_VD: Tensor) -> Problem:
     )
 
 
-def check(problem: Problem) -> dict[str, bool]:
-    """Whether each arm is right in its first `CHECKED_ROWS` rows."""
+def check(problem: Problem) -> bool:
+    """Whether the kernel is right in its first `CHECKED_ROWS` rows."""
     rows_Y = problem.rows_X[:CHECKED_ROWS]
     hidden_YD = problem.hidden_RD[rows_Y]
     dense_YV = torch.nn.functional.linear(hidden_YD, problem.weight_VD).float()
@@ -82,17 +82,14 @@ def check(problem: Problem) -> dict[str, bool]:
     allowed = 2 * float((dense_YV - true_YV).nan_to_num(0.0).abs().max())
     log_mass_Y = true_YV.double().logsumexp(-1)
     best_Y = true_YV.amax(-1)
-    gates = {}
-    for name in ROUTES:
-        one = problem.proposals(name)
-        ids_Y, own_Y = one.token_X[: len(rows_Y)], one.own_X[: len(rows_Y)]
-        chosen_Y = true_YV.gather(1, ids_Y[:, None])[:, 0]
-        lost = float((best_Y - chosen_Y).max())
-        error = float((own_Y.log() - (chosen_Y.double() - log_mass_Y)).abs().max())
-        gates[name] = lost <= allowed and error <= allowed + 1e-5
-        equal = float((ids_Y == dense_YV.argmax(-1)).double().mean())
-        print(f"{name:12s} loses {lost:.2e} and errs {error:.2e} of {allowed:.2e}; {equal:.2%} dense tokens")
-    return gates
+    one = problem.proposals()
+    ids_Y, own_Y = one.token_X[: len(rows_Y)], one.own_X[: len(rows_Y)]
+    chosen_Y = true_YV.gather(1, ids_Y[:, None])[:, 0]
+    lost = float((best_Y - chosen_Y).max())
+    error = float((own_Y.log() - (chosen_Y.double() - log_mass_Y)).abs().max())
+    equal = float((ids_Y == dense_YV.argmax(-1)).double().mean())
+    print(f"it loses {lost:.2e} and errs {error:.2e} of {allowed:.2e}; {equal:.2%} dense tokens")
+    return lost <= allowed and error <= allowed + 1e-5
 
 
 def _fp64_logits(hidden_YD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -101,35 +98,32 @@ def _fp64_logits(hidden_YD: Tensor, weight_VD: Tensor) -> Tensor:
     return torch.cat([(wide_YD @ part.double().T).float() for part in weight_VD.split(8192)], dim=1)
 
 
-def speeds(report: Report, problem: Problem, gates: dict[str, bool], share: float) -> None:
+def speeds(report: Report, problem: Problem, share: float, *, gate: bool) -> None:
     gathered_XD = problem.hidden_RD[problem.rows_X]
     logits_XV = torch.empty(len(gathered_XD), VOCABULARY, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, Callable[[], Any]] = {name: partial(problem.proposals, name) for name in ROUTES}
-    calls["library"] = partial(torch.mm, gathered_XD, problem.weight_VD.T, out=logits_XV)
+    library = partial(torch.mm, gathered_XD, problem.weight_VD.T, out=logits_XV)
+    calls: dict[str, Callable[[], Any]] = {ARM: problem.proposals, "library": library}
     for call in list(calls.values()) * WARM_UPS:
         call()
     ms = ms_in_turns(calls, int(report.options["rounds"]))
-    for name in ROUTES:
-        case = {"arm": name, "rows": len(problem.hidden_RD), "share": share}
-        gate = gates[name]
-        report.add(case, "share_of_library", ms["library"] / ms[name], "x", gate_passed=gate)
-        report.add(case, "ms", ms[name], "ms", baseline=ms["library"], gate_passed=gate)
+    case = {"arm": ARM, "rows": len(problem.hidden_RD), "share": share}
+    report.add(case, "share_of_library", ms["library"] / ms[ARM], "x", gate_passed=gate)
+    report.add(case, "ms", ms[ARM], "ms", baseline=ms["library"], gate_passed=gate)
 
 
-def memory(report: Report, problem: Problem, gates: dict[str, bool], share: float) -> None:
-    """Peak memory of both routes beyond inputs and results."""
-    for route in ROUTES:
-        found = problem.proposals(route)
-        torch.cuda.synchronize()
-        results = sum(one.nbytes for one in (found.token_X, found.own_X))
-        del found
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        problem.proposals(route)
-        torch.cuda.synchronize()
-        extra = (torch.cuda.max_memory_allocated() - before - results) / MB
-        case = {"arm": route, "rows": len(problem.hidden_RD), "share": share}
-        report.add(case, "extra_memory_mb", extra, "MB", gate_passed=gates[route])
+def memory(report: Report, problem: Problem, share: float, *, gate: bool) -> None:
+    """Peak memory beyond inputs and results."""
+    found = problem.proposals()
+    torch.cuda.synchronize()
+    results = sum(one.nbytes for one in (found.token_X, found.own_X))
+    del found
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    problem.proposals()
+    torch.cuda.synchronize()
+    extra = (torch.cuda.max_memory_allocated() - before - results) / MB
+    case = {"arm": ARM, "rows": len(problem.hidden_RD), "share": share}
+    report.add(case, "extra_memory_mb", extra, "MB", gate_passed=gate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
 """The best tokens of wanted rows without stored logits; contract in README.md."""
 
-from idlm.kernels.masked_logits.op import MAX_BYTES, chunk_rows, has_fused, masked_logits
+from idlm.kernels.masked_logits.op import has_fused, masked_logits
 from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES, Proposals

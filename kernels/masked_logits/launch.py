@@ -1,4 +1,4 @@
-"""Launch parameters and launches of the fused kernel. Nothing here waits for the device.
+"""Launch parameters and launches of the kernel. Nothing here waits for the device.
 
 Shapes: X wanted rows, V vocabulary, D width, S ranges of the vocabulary, F numbers per range."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 WORKSPACE_BYTES = 8 << 20
 WORKSPACE_ROW_BYTES = 16
-"""The fused route needs at most so many bytes, and so many for each row. With less, the ranges
+"""The kernel needs at most so many bytes, and so many for each row. With less, the ranges
 of a million rows would be longer, and the last round of programs emptier."""
 
 

@@ -1,4 +1,4 @@
-"""`masked_logits` on a CPU (chunks of rows) against its definition; its kernels compiled for Hopper.
+"""The kernels of `masked_logits` compiled for Hopper; the interpreter compares them with the definition.
 
 X wanted rows, V vocabulary."""
 
@@ -9,51 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.kernels.masked_logits import chunk_rows, masked_logits, op
-from tests.kernels.cases.masked_logits import SHAPES, Case, check_nonfinite, check_ties
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TYPES = dict.fromkeys(("p_rows", "p_forbidden", "p_token"), "*i64")
 TYPES |= dict.fromkeys(("p_own", "p_entropy"), "*fp64")
 TYPES |= {"p_hidden": "*bf16", "p_parts": "*fp32", "p_nonfinite": "*i8"}
 TYPES |= dict.fromkeys(("num_rows", "num_tokens", "width", "hidden_stride", "weight_stride"), "i32")
 TYPES |= {"splits": "i32", "split_tiles": "i32"}
 SHARED_BYTES = 227 << 10
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chunks_equal_the_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    case = Case(shape, dtype)
-    whole = case.check()
-    for max_bytes in (1, 20_000):
-        parts = case.check(max_bytes=max_bytes)
-        if dtype == torch.float32:
-            assert torch.equal(parts.token_X, whole.token_X)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("max_bytes", [1, 1 << 20])
-def test_ties_and_rows_without_a_distribution(dtype: torch.dtype, max_bytes: int) -> None:
-    check_ties("cpu", dtype, max_bytes=max_bytes)
-    check_nonfinite("cpu", dtype, max_bytes=max_bytes)
-
-
-def test_no_row_is_wanted() -> None:
-    hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
-    found = masked_logits(hidden, torch.empty(0, dtype=torch.int64), weight, entropy=True)
-    assert len(found.token_X) == len(found.own_X) == 0
-    found = masked_logits(hidden, torch.full((4,), -1), weight)
-    assert not found.token_X.any() and not found.own_X.any() and not found.is_nonfinite_X.any()
-
-
-def test_chunks_take_constant_memory() -> None:
-    weight = torch.empty(126_464, 4096, dtype=torch.bfloat16, device="meta")
-    for num_rows in (1, 100, 8192, 600_000):
-        rows = chunk_rows(num_rows, weight, op.MAX_BYTES)
-        assert rows * (126_464 + 4096) * 2 <= op.MAX_BYTES
-    assert chunk_rows(8192, weight, op.MAX_BYTES) == 512
-    assert chunk_rows(3, weight, 1) == 1
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:

@@ -1,7 +1,7 @@
 """Greedy full-diffusion passes whose head stores no logits decide the tokens of those that store them.
 
-The op runs by its other route on a CPU; tests/kernels/interpreted/best_head.py runs its kernel, and
-tests/gpu/engine/test_full_gpu.py both on a GPU.
+The definition stands for the kernel on a CPU. tests/kernels/interpreted/best_head.py runs the kernel, and so
+does tests/gpu/engine/test_full_gpu.py on a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from idlm.infer.mosaic.canvas_ops import CanvasRows
 from idlm.infer.runtime.graphs import cuda_graphs
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import WantedRows
+from idlm.kernels.masked_logits import Proposals
 from tests.contracts.engines import assert_idle, prompts_of
 from tests.contracts.full.canvases import (
     MASK_ID,
@@ -34,6 +35,7 @@ from tests.contracts.full.canvases import PROMPTS as MIXED_PROMPTS
 from tests.contracts.full.canvases import expected_of as mixed_case
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.contracts.full.test_mosaic import poison, shortened, with_chunks
+from tests.kernels.references.masked_logits import masked_logits_reference
 from tests.margins import NearTie
 
 SIZES = ((1, 12), (7, 8), (12, 16), (9, 24))
@@ -46,6 +48,11 @@ class Counts:
 
     def __init__(self) -> None:
         self.best = self.logits = 0
+
+
+def _defined(*given: Any, forbidden_S: torch.Tensor, entropy: bool, workspace: Any) -> Proposals:
+    """Stands for the kernel on a CPU."""
+    return masked_logits_reference(*given, forbidden_ids=forbidden_S.tolist())
 
 
 @pytest.fixture
@@ -70,6 +77,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     for kind in (WantedRows, CanvasRows):
         count_logits(kind)
     monkeypatch.setattr("idlm.infer.models.dense.has_fused", lambda device: True)
+    monkeypatch.setattr("idlm.infer.state.batch.masked_logits", _defined)
     monkeypatch.setattr(WantedRows, "best", counted_best)
     return found
 

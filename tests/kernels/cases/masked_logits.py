@@ -1,10 +1,8 @@
-"""Cases of `masked_logits`, for a CPU, the interpreter and a GPU: odd shapes, and poison in all other rows.
+"""Cases of `masked_logits`, for the interpreter and a GPU: odd shapes, and poison in all other rows.
 
 X wanted rows, V vocabulary, D width."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +53,10 @@ class Case:
         """What the op takes first."""
         return self.hidden_RD, self.rows_X, self.weight_VD
 
-    def check(self, **options: Any) -> Proposals:
+    def check(self) -> Proposals:
         """Compare with the definition: tokens but for near ties, and numbers within twice the error of
         PyTorch's own dense product and softmax."""
-        found = masked_logits(*self.arguments(), forbidden_S=self.forbidden_S, entropy=True, **options)
+        found = masked_logits(*self.arguments(), forbidden_S=self.forbidden_S, entropy=True)
         expected = masked_logits_reference(
             self.hidden_RD.cpu(),
             self.rows_X.cpu(),
@@ -102,7 +100,7 @@ class Case:
         return max(error_XV.abs().max().item(), (entropies[0] - entropies[1]).abs().max().item())
 
 
-def check_ties(device: str, dtype: torch.dtype, **options: Any) -> None:
+def check_ties(device: str, dtype: torch.dtype) -> None:
     """Equal logits, in one tile and in several: the lowest allowed id, with half of the probability."""
     weight_VD = torch.zeros(700, 16, dtype=dtype, device=device)
     weight_VD[[3, 40, 290, 699]] = 8.0
@@ -110,12 +108,12 @@ def check_ties(device: str, dtype: torch.dtype, **options: Any) -> None:
     rows_X = torch.zeros(3, dtype=torch.int64, device=device)
     for forbidden, first in (([], 3), ([3], 40), ([3, 40], 290), ([3, 40, 290], 699)):
         forbidden_S = torch.tensor(forbidden, dtype=torch.int64, device=device) if forbidden else None
-        found = masked_logits(hidden_RD, rows_X, weight_VD, forbidden_S=forbidden_S, **options)
+        found = masked_logits(hidden_RD, rows_X, weight_VD, forbidden_S=forbidden_S)
         assert found.token_X.tolist() == [first] * 3
         torch.testing.assert_close(found.own_X.cpu(), torch.full((3,), 1 / (4 - len(forbidden))).double())
 
 
-def check_nonfinite(device: str, dtype: torch.dtype, **options: Any) -> None:
+def check_nonfinite(device: str, dtype: torch.dtype) -> None:
     """NaN and +inf anywhere, and nothing left, are reported for their rows alone; -inf is a logit."""
     hidden_RD = torch.ones(6, 16, dtype=dtype, device=device)
     hidden_RD[1, 3], hidden_RD[2, 0], hidden_RD[3, 0], hidden_RD[4, 1] = (
@@ -129,10 +127,10 @@ def check_nonfinite(device: str, dtype: torch.dtype, **options: Any) -> None:
     weight_VD[:, 0], weight_VD[:, 1] = 1.0, 0.0
     weight_VD[299, 1] = 1.0
     rows_X = torch.arange(4, device=device)
-    found = masked_logits(hidden_RD, rows_X, weight_VD, entropy=True, **options)
+    found = masked_logits(hidden_RD, rows_X, weight_VD, entropy=True)
     assert found.is_nonfinite_X.tolist() == [False, True, True, True]
     assert found.token_X.tolist() == [299, 0, 0, 0] and found.own_X[1:].tolist() == [0.0] * 3
     assert found.entropy_X is not None and found.entropy_X.isfinite().all()
     everything_S = torch.arange(300, device=device)[:7]
-    few = masked_logits(hidden_RD[:1], rows_X[:1], weight_VD[:7], forbidden_S=everything_S, **options)
+    few = masked_logits(hidden_RD[:1], rows_X[:1], weight_VD[:7], forbidden_S=everything_S)
     assert few.is_nonfinite_X.tolist() == [True]

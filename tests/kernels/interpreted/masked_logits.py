@@ -1,4 +1,4 @@
-"""The fused kernel of `masked_logits` in the interpreter: started by test_interpreted.py.
+"""The kernel of `masked_logits` in the interpreter: started by test_interpreted.py.
 
 float32 and float16: the interpreter has no bfloat16."""
 
@@ -26,12 +26,12 @@ def _small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_the_kernel_equals_the_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    Case(shape, dtype).check(route="fused")
+    Case(shape, dtype).check()
 
 
 def test_ties_and_rows_without_a_distribution() -> None:
-    check_ties("cpu", torch.float16, route="fused")
-    check_nonfinite("cpu", torch.float16, route="fused")
+    check_ties("cpu", torch.float16)
+    check_nonfinite("cpu", torch.float16)
 
 
 def test_tiles_without_a_wanted_row_are_not_computed() -> None:
@@ -40,7 +40,15 @@ def test_tiles_without_a_wanted_row_are_not_computed() -> None:
     rows_X = torch.full((64,), -1)
     rows_X[40] = case.rows_X[0]
     hidden_RD, _, weight_VD = case.arguments()
-    found = masked_logits(hidden_RD, rows_X, weight_VD, route="fused")
+    found = masked_logits(hidden_RD, rows_X, weight_VD)
     one = masked_logits(hidden_RD, case.rows_X[:1], weight_VD)
     assert found.token_X.nonzero().tolist() in ([[40]], []) and found.token_X[40] == one.token_X[0]
     assert not found.is_nonfinite_X.any()
+
+
+def test_no_row_is_wanted() -> None:
+    hidden, weight = torch.randn(3, 16), torch.randn(20, 16)
+    found = masked_logits(hidden, torch.empty(0, dtype=torch.int64), weight, entropy=True)
+    assert len(found.token_X) == len(found.own_X) == 0
+    found = masked_logits(hidden, torch.full((4,), -1), weight)
+    assert not found.token_X.any() and not found.own_X.any() and not found.is_nonfinite_X.any()
