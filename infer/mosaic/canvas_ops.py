@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
+from idlm.infer.models.dense import DenseTrunk, Layer
 from idlm.infer.models.moe import Experts, MoeLayer
 from idlm.infer.mosaic.arena import Arena
 from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES, attend
@@ -51,19 +51,27 @@ class CanvasPass:
         """Run one call of the template; `op` in place of the function of its name."""
         (op or OPS[step.op.name])(self, step)
 
-    def whole(self, step: OpCall, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of all rows, whatever rows the call has; [rows, *width]."""
+    def whole(
+        self, step: OpCall, name: str, width: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A tensor of all rows, whatever rows the call has; [rows, width], the width (None) of its bytes."""
         size, sizes = self.plan.template.tensors[name], self.plan.sizes
-        num_rows = sizes.num_rows(size.rows) * size.repeat
-        return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
+        return self._view(step, name, sizes.num_rows(size.rows), width, dtype)
 
-    def rows(self, step: OpCall, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The rows of a call in a tensor of all rows, or in one of chunk size; [m, *width]."""
-        size = self.plan.template.tensors[name]
-        if size.chunks is None:
-            return self.whole(step, name, *width, dtype=dtype)[step.start : step.stop]
-        num_rows = (step.stop - step.start) * size.repeat
-        return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
+    def rows(
+        self, step: OpCall, name: str, width: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The rows of a call in a tensor of all rows, or in one of chunk size; [m, width]."""
+        if self.plan.template.tensors[name].chunks is None:
+            return self.whole(step, name, width, dtype=dtype)[step.start : step.stop]
+        return self._view(step, name, step.stop - step.start, width, dtype)
+
+    def _view(
+        self, step: OpCall, name: str, num_rows: int, width: int | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        size, dtype = self.plan.template.tensors[name], dtype or self.trunk.embed.dtype
+        shape = num_rows * size.repeat, size.row_bytes // dtype.itemsize if width is None else width
+        return self.arena.view(step.offsets[name], shape, dtype)
 
     def layer(self, step: OpCall) -> Layer:
         layer = self.trunk.layers[step.layer]
@@ -88,16 +96,15 @@ def norm_rows(run: CanvasPass, x_mD: Tensor, weight_D: Tensor, out_mD: Tensor) -
 
 
 def _embed(run: CanvasPass, step: OpCall) -> None:
-    x_RD = run.rows(step, "x", run.trunk.spec.width)
-    torch.index_select(run.trunk.embed, 0, run.token_ids_R, out=x_RD)
+    torch.index_select(run.trunk.embed, 0, run.token_ids_R, out=run.rows(step, "x"))
 
 
 def _norm(run: CanvasPass, step: OpCall) -> None:
     """The norm before attention or before the FFN."""
-    [out], width, layer = step.op.writes, run.trunk.spec.width, run.layer(step)
+    [out], layer = step.op.writes, run.layer(step)
     weight_D = layer.mlp_norm if step.op.name == "ffn_norm" else layer.attention_norm
     assert weight_D is not None
-    norm_rows(run, run.rows(step, "x", width), weight_D, run.rows(step, out, width))
+    norm_rows(run, run.rows(step, "x"), weight_D, run.rows(step, out))
 
 
 def _project(run: CanvasPass, step: OpCall) -> None:
@@ -109,9 +116,8 @@ def _project(run: CanvasPass, step: OpCall) -> None:
     first = {"q": 0, "k": spec.num_heads, "v": spec.num_heads + spec.num_kv_heads}[out]
     end = first + (spec.num_heads if out == "q" else spec.num_kv_heads)
     heads = slice(first * spec.head_dim, end * spec.head_dim)
-    out_mE = run.rows(step, out, heads.stop - heads.start)
-    bias_E = None if layer.qkv_bias is None else layer.qkv_bias[heads]
-    library_linear(run.rows(step, source, spec.width), layer.qkv[heads], bias_E=bias_E, out_RE=out_mE)
+    out_mE, bias_E = run.rows(step, out), None if layer.qkv_bias is None else layer.qkv_bias[heads]
+    library_linear(run.rows(step, source), layer.qkv[heads], bias_E=bias_E, out_RE=out_mE)
     if out == "v":
         return
     x_mYH = out_mE.view(len(out_mE), end - first, spec.head_dim)
@@ -124,9 +130,9 @@ def _project(run: CanvasPass, step: OpCall) -> None:
 
 def _attention(run: CanvasPass, step: OpCall) -> None:
     """Every row sees the whole canvas of its sequence, and no other."""
-    spec = run.trunk.spec
-    q_mNH, heads_mNH = (run.rows(step, name, spec.num_heads, spec.head_dim) for name in ("q", "heads"))
-    k_RKH, v_RKH = (run.whole(step, name, spec.num_kv_heads, spec.head_dim) for name in ("k", "v"))
+    head_dim = run.trunk.spec.head_dim
+    q_mNH, heads_mNH = (run.rows(step, name).unflatten(1, (-1, head_dim)) for name in ("q", "heads"))
+    k_RKH, v_RKH = (run.whole(step, name).unflatten(1, (-1, head_dim)) for name in ("k", "v"))
     for low, high in itertools.pairwise(run.bounds):
         start, stop = max(low, step.start), min(high, step.stop)
         if start < stop:
@@ -135,119 +141,95 @@ def _attention(run: CanvasPass, step: OpCall) -> None:
     heads_mNH[max(0, run.bounds[-1] - step.start) :] = 0
 
 
-def _o_proj(run: CanvasPass, step: OpCall) -> None:
-    spec, layer = run.trunk.spec, run.layer(step)
-    heads_mE = run.rows(step, "heads", spec.num_heads * spec.head_dim)
-    out_mD = run.rows(step, "attention_out", spec.width)
-    library_linear(heads_mE, layer.o, bias_E=layer.o_bias, out_RE=out_mD)
+def _product(run: CanvasPass, step: OpCall) -> None:
+    """A projection of a layer; `down` reads the hidden rows, which have taken the places of gates."""
+    (source, *_), [out] = step.op.reads, step.op.writes
+    weight_ED, bias_E, _ = run.layer(step).operands(step.op.name.removesuffix("_proj"), None)
+    assert isinstance(weight_ED, Tensor)
+    x_mD = run.rows(step, source)[:, : weight_ED.shape[1]]
+    library_linear(x_mD, weight_ED, bias_E=bias_E, out_RE=run.rows(step, out))
 
 
 def _add(run: CanvasPass, step: OpCall) -> None:
-    source, width = step.op.reads[0], run.trunk.spec.width
-    run.rows(step, "x", width).add_(run.rows(step, source, width))
-
-
-def _dense(run: CanvasPass, step: OpCall) -> tuple[DenseLayer, Tensor]:
-    """The layer of a call and its gate and up rows [m, 2F]."""
-    layer = run.layer(step)
-    assert isinstance(layer, DenseLayer)
-    return layer, run.rows(step, "gate_up", 2 * layer.spec.ffn_width)
-
-
-def _gate_up(run: CanvasPass, step: OpCall) -> None:
-    layer, gate_up_mE = _dense(run, step)
-    normed_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
-    library_linear(normed_mD, layer.gate_up, bias_E=layer.gate_up_bias, out_RE=gate_up_mE)
+    run.rows(step, "x").add_(run.rows(step, step.op.reads[0]))
 
 
 def _activate(run: CanvasPass, step: OpCall) -> None:
     """The hidden row takes the place of its gate."""
-    layer, gate_up_mE = _dense(run, step)
+    gate_up_mE = run.rows(step, "gate_up")
     for rows in pieces(len(gate_up_mE)):
-        swiglu(gate_up_mE[rows], out_RF=gate_up_mE[rows, : layer.spec.ffn_width])
+        swiglu(gate_up_mE[rows], out_RF=gate_up_mE[rows, : gate_up_mE.shape[1] // 2])
 
 
-def _down(run: CanvasPass, step: OpCall) -> None:
-    layer, gate_up_mE = _dense(run, step)
-    hidden_mF, out_mD = gate_up_mE[:, : layer.spec.ffn_width], run.rows(step, "ffn_out", run.trunk.spec.width)
-    library_linear(hidden_mF, layer.down, bias_E=layer.down_bias, out_RE=out_mD)
+def _router_logits(run: CanvasPass, step: OpCall) -> Tensor:
+    weight_ED = run.experts(step).router
+    return run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
 
 
 def _router(run: CanvasPass, step: OpCall) -> None:
-    weight_ED = run.experts(step).router
-    logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
-    x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
+    weight_ED, logits_mE, x_mD = run.experts(step).router, _router_logits(run, step), run.rows(step, "ffn_in")
     for rows in pieces(len(x_mD)):
         library_linear(x_mD[rows].to(weight_ED.dtype), weight_ED, out_RE=logits_mE[rows])
 
 
 def _ids(run: CanvasPass, step: OpCall) -> Tensor:
-    return run.rows(step, "expert_ids", run.experts(step).moe.num_chosen, dtype=torch.int32)
+    return run.rows(step, "expert_ids", dtype=torch.int32)
 
 
 def _weights(run: CanvasPass, step: OpCall) -> Tensor:
-    return run.rows(step, "expert_weights", run.experts(step).moe.num_chosen, dtype=torch.float32)
+    return run.rows(step, "expert_weights", dtype=torch.float32)
 
 
 def _choose_experts(run: CanvasPass, step: OpCall) -> None:
     experts, ids_mC, weights_mC = run.experts(step), _ids(run, step), _weights(run, step)
-    logits_mE = run.rows(step, "router_logits", len(experts.router), dtype=experts.router.dtype)
+    logits_mE = _router_logits(run, step)
     for rows in pieces(len(logits_mE)):
         ids_mC[rows], weights_mC[rows] = route(logits_mE[rows], experts.moe, bias_X=experts.router_bias)
 
 
-def _sorted_pairs(run: CanvasPass, step: OpCall) -> tuple[Tensor, Tensor]:
-    """Positions of the sorted pairs [P] and of their tiles, flat; both int32."""
-    order_P = run.rows(step, "expert_order", dtype=torch.int32)
+def _pairs(run: CanvasPass, step: OpCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The chosen experts, positions of the sorted pairs [P], and of their tiles, flat; all int32."""
+    order_P = run.rows(step, "expert_order", dtype=torch.int32).flatten()
     num_bytes = run.plan.num_bytes["expert_tiles"]
     tiles = run.arena.view(step.offsets["expert_tiles"], (num_bytes // 4,), torch.int32)
-    return order_P, tiles
+    return _ids(run, step), order_P, tiles
 
 
 def _sort_pairs(run: CanvasPass, step: OpCall) -> None:
     num_experts, dtype = run.experts(step).moe.num_experts, run.trunk.embed.dtype
-    sort_pairs(_ids(run, step), *_sorted_pairs(run, step), num_experts=num_experts, dtype=dtype)
+    sort_pairs(*_pairs(run, step), num_experts=num_experts, dtype=dtype)
 
 
 def _expert_hidden(run: CanvasPass, step: OpCall) -> None:
-    experts, ids_mC = run.experts(step), _ids(run, step)
-    x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
-    out_PF = run.rows(step, "hidden", experts.moe.ffn_width)
-    expert_hidden(x_mD, experts.gate_up, ids_mC, *_sorted_pairs(run, step), out_PF)
+    gate_up_EFD, out_PF = run.experts(step).gate_up, run.rows(step, "hidden")
+    expert_hidden(run.rows(step, "ffn_in"), gate_up_EFD, *_pairs(run, step), out_PF)
 
 
 def _expert_outputs(run: CanvasPass, step: OpCall) -> None:
-    experts, ids_mC = run.experts(step), _ids(run, step)
-    hidden_PF = run.rows(step, "hidden", experts.moe.ffn_width)
-    out_PD = run.rows(step, "expert_out", run.trunk.spec.width)
-    expert_outputs(hidden_PF, experts.down, ids_mC, *_sorted_pairs(run, step), out_PD)
+    down_EDF, out_PD = run.experts(step).down, run.rows(step, "expert_out")
+    expert_outputs(run.rows(step, "hidden"), down_EDF, *_pairs(run, step), out_PD)
 
 
 def _add_experts(run: CanvasPass, step: OpCall) -> None:
-    width = run.trunk.spec.width
-    y_PD, x_mD = run.rows(step, "expert_out", width), run.rows(step, "x", width)
+    y_PD, x_mD = run.rows(step, "expert_out"), run.rows(step, "x")
     add_experts(y_PD, _ids(run, step), _weights(run, step), x_mD)
 
 
 def _final_norm(run: CanvasPass, step: OpCall) -> None:
     """Norm all rows in place: the head that stores no logits gathers the wanted ones itself."""
-    x_RD = run.whole(step, "x", run.trunk.spec.width)
+    x_RD = run.whole(step, "x")
     norm_rows(run, x_RD, run.trunk.final_norm, x_RD)
 
 
 def _head_norm(run: CanvasPass, step: OpCall) -> None:
     """Gather the wanted rows, then norm them in place."""
-    width = run.trunk.spec.width
-    head_in_mD = run.rows(step, "head_in", width)
-    rows_m = run.rows_X[step.start : step.stop]
-    torch.index_select(run.whole(step, "x", width), 0, rows_m, out=head_in_mD)
+    head_in_mD, rows_m = run.rows(step, "head_in"), run.rows_X[step.start : step.stop]
+    torch.index_select(run.whole(step, "x"), 0, rows_m, out=head_in_mD)
     norm_rows(run, head_in_mD, run.trunk.final_norm, head_in_mD)
 
 
 def _logits(run: CanvasPass, step: OpCall) -> None:
-    spec = run.trunk.spec
-    logits_mV = run.rows(step, "logits", spec.vocab_size)
-    library_linear(run.rows(step, "head_in", spec.width), run.trunk.head, out_RE=logits_mV)
+    library_linear(run.rows(step, "head_in"), run.trunk.head, out_RE=run.rows(step, "logits"))
 
 
 OPS: Mapping[str, Callable[[CanvasPass, OpCall], None]] = {
@@ -257,12 +239,12 @@ OPS: Mapping[str, Callable[[CanvasPass, OpCall], None]] = {
     "k_proj": _project,
     "v_proj": _project,
     "attention": _attention,
-    "o_proj": _o_proj,
+    "o_proj": _product,
     "add": _add,
     "ffn_norm": _norm,
-    "gate_up": _gate_up,
+    "gate_up": _product,
     "activate": _activate,
-    "down": _down,
+    "down": _product,
     "router": _router,
     "choose_experts": _choose_experts,
     "sort_pairs": _sort_pairs,
@@ -273,11 +255,8 @@ OPS: Mapping[str, Callable[[CanvasPass, OpCall], None]] = {
     "head_norm": _head_norm,
     "logits": _logits,
 }
-"""By name of op; the ops of `canvas_rows.py` are missing: `choose_tokens`, which is the decoder's, and
+"""By name of op; those of the head are missing: `choose_tokens`, which is the decoder's, and
 `masked_logits`."""
-
-
-LOGITS, CHOICE = "logits", "choose_tokens"
 
 
 class CanvasRows(WantedRows):
@@ -286,7 +265,7 @@ class CanvasRows(WantedRows):
 
     def __init__(self, run: CanvasPass, steps: Sequence[OpCall], *, group: int = 1) -> None:
         first = steps[0]
-        super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head, group=group)
+        super().__init__(run.whole(first, "x"), run.rows_X, self._head, group=group)
         self._run, self._steps = run, steps
 
     def _head(self, hidden_YD: Tensor) -> Tensor:
@@ -303,13 +282,13 @@ class CanvasRows(WantedRows):
         maximum = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
 
         def choose(run: CanvasPass, step: OpCall) -> None:
-            logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)
+            logits_mV = run.rows(step, "logits")
             for start in range(step.start, step.stop, maximum):
                 rows = slice(start, min(step.stop, start + maximum))
                 found.append(propose(logits_mV[rows.start - step.start : rows.stop - step.start], rows))
 
         for step in self._steps:
-            run.execute(step, choose if step.op.name == CHOICE else None)
+            run.execute(step, choose if step.op.name == "choose_tokens" else None)
         return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
 
 
@@ -321,7 +300,7 @@ class BestRows(WantedRows):
     def __init__(self, run: CanvasPass, step: OpCall) -> None:
         trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]
         super().__init__(
-            run.whole(step, "x", trunk.spec.width),
+            run.whole(step, "x"),
             run.rows_X,
             trunk.logits,
             weight_VD=trunk.head_weight,

@@ -8,12 +8,12 @@ counts, filled in per request. A storage is the range of a tensor. Two storages 
 which both are alive, which depends on no size.
 
 Departures from the paper: loops are objects that ops refer to, so lifetimes over a loop follow from reads and
-writes, and barriers are needed only for results and for baselines; the layers are registered once."""
+writes, without barriers; the layers are registered once."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,16 +97,13 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op: the names that it reads and writes (in both: updated in place), and the loop it runs in.
-
-    A barrier is an op that reads tensors and runs nothing."""
+    """One op: the names that it reads and writes (in both: updated in place), and the loop it runs in."""
 
     name: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     loop: Loop | None = None
     in_layers: bool = False
-    is_barrier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +125,18 @@ class Lifetimes:
     conflicts: tuple[tuple[int, ...], ...]
 
 
-def find_lifetimes(template: PassTemplate, ranges: Iterable[tuple[int, int]]) -> Lifetimes:
-    """Return the lifetimes of a finished graph; `ranges`: the first and last op of every loop, the layers
-    included."""
-    used = _uses(template)
-    storages = []
-    for name, positions in used.items():
-        first, last = positions[0], positions[-1]
+def find_lifetimes(template: PassTemplate) -> Lifetimes:
+    """Return the lifetimes of a finished graph. A tensor of chunk size is used in one loop only."""
+    storages, ranges = [], template.ranges()
+    for name, size in template.tensors.items():
+        used = [at for at, op in enumerate(template.ops) if name in op.reads or name in op.writes]
+        first, last = used[0], used[-1]
         for start, stop in ranges:
-            touched = any(start <= position <= stop for position in positions)
+            touched = any(start <= position <= stop for position in used)
             # Used both inside and outside of the loop: every iteration must leave it in place.
-            if touched and (positions[0] < start or positions[-1] > stop):
+            if touched and (used[0] < start or used[-1] > stop):
                 first, last = min(first, start), max(last, stop)
-        storages.append(Storage(name, template.tensors[name], first, last))
-    _check_chunks(template, used)
+        storages.append(Storage(name, size, first, last))
     return relate(storages, len(template.ops))
 
 
@@ -163,31 +158,6 @@ def relate(storages: Sequence[Storage], num_ops: int) -> Lifetimes:
             for one in storages
         ),
     )
-
-
-def _uses(template: PassTemplate) -> dict[str, list[int]]:
-    """Positions of the ops that use each storage, in order; the first use must be a write."""
-    used: dict[str, list[int]] = {name: [] for name in template.tensors}
-    for position, op in enumerate(template.ops):
-        for name in dict.fromkeys((*op.reads, *op.writes)):
-            if name in template.inputs:
-                continue
-            is_written = used[name] or name not in op.reads
-            assert is_written, f"{template.name}: {op.name} reads {name} before anything writes it"
-            used[name].append(position)
-    unused = [name for name, positions in used.items() if not positions]
-    assert not unused, f"{template.name}: no op uses {unused}"
-    return used
-
-
-def _check_chunks(template: PassTemplate, used: dict[str, list[int]]) -> None:
-    """A tensor of chunk size must be used in one loop only, which has the same chunk count and rows."""
-    for name, positions in used.items():
-        size, (loop, *others) = template.tensors[name], {template.ops[each].loop for each in positions}
-        is_fine = loop is not None and not others and (loop.chunks, loop.rows) == (size.chunks, size.rows)
-        assert size.chunks is None or is_fine, (
-            f"{template.name}: {name} has chunks of {size} in the loop {loop}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,25 +189,20 @@ class PassTemplate:
 
     A tensor that is used inside one iteration of a loop exists once, at chunk size. One that is also used
     outside keeps its position for the whole loop: a slice of rows that one iteration writes must survive the
-    others. The layers are a loop too. Registration ends with the first question about lifetimes or steps; a
-    mistake is an AssertionError."""
+    others. The layers are a loop too. Registration ends with the first question about lifetimes or steps."""
 
     def __init__(self, name: str) -> None:
         self.name, self.num_layers = name, 1
         self.ops: list[Op] = []
         self.tensors: dict[str, Size] = {}
         self.inputs: set[str] = set()
-        self._in_layers = self._has_layers = self._is_finished = False
-        self._closed: set[str] = set()
+        self._in_layers = False
 
     def add_input(self, *names: str) -> None:
         """Register tensors outside the workspace, which the executor provides: token ids, wanted rows."""
-        for name in names:
-            self._check_new(name)
-            self.inputs.add(name)
+        self.inputs.update(names)
 
     def add_tensor(self, name: str, size: Size) -> None:
-        self._check_new(name)
         self.tensors[name] = size
 
     def add_rows(self, row_bytes: int, loop: Loop | None = None, *, repeat: int = 1, **tensors: int) -> None:
@@ -248,61 +213,36 @@ class PassTemplate:
             self.add_tensor(name, size)
 
     def add_op(
-        self,
-        name: str,
-        reads: Sequence[str] = (),
-        writes: Sequence[str] = (),
-        chunks: Loop | None = None,
-        *,
-        is_barrier: bool = False,
+        self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), chunks: Loop | None = None
     ) -> None:
-        """Register the next op. Consecutive ops with the same `chunks` are the body of that loop."""
-        assert not self._is_finished, f"{self.name} is finished: {name}"
-        unknown = [each for each in (*reads, *writes) if each not in self.tensors.keys() | self.inputs]
-        assert not unknown, f"{self.name}: {name} uses unknown {unknown}"
-        assert not self.inputs & set(writes), f"{self.name}: {name} writes an input"
-        last = self.ops[-1] if self.ops else None
-        if last is not None and last.loop is not None and last.loop != chunks:
-            self._closed.add(last.loop.name)
-        if chunks is not None:
-            assert chunks.name not in self._closed, f"{self.name}: loop {chunks.name} has ended"
-        same_loop = last is not None and last.loop is not None and last.loop == chunks
-        assert last is None or not same_loop or last.in_layers == self._in_layers, f"{name} splits a loop"
-        options = {"in_layers": self._in_layers, "is_barrier": is_barrier}
-        self.ops.append(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks, **options))
-
-    def add_barrier(self, *names: str, chunks: Loop | None = None) -> None:
-        """Hold the tensors at least until here."""
-        self.add_op("barrier", names, chunks=chunks, is_barrier=True)
+        """Register the next op; a tensor's first use is a write. Consecutive ops with the same `chunks` are
+        the body of that loop."""
+        in_layers = self._in_layers
+        self.ops.append(
+            Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks, in_layers=in_layers)
+        )
 
     @contextmanager
     def layers(self, num_layers: int) -> Iterator[None]:
         """Register the ops inside as the body that runs `num_layers` times."""
-        assert num_layers > 0 and not self._has_layers, f"{self.name}: {num_layers=}, or layers twice"
-        self.num_layers, self._in_layers, self._has_layers = num_layers, True, True
+        self.num_layers, self._in_layers = num_layers, True
         yield
         self._in_layers = False
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
         """Storages of the workspace with the first and last op of each; they do not depend on sizes."""
-        assert not self._in_layers, f"{self.name}: inside of layers()"
-        self._is_finished = True
-        return find_lifetimes(self, self._ranges())
+        return find_lifetimes(self)
 
     def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[OpCall]:
         """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
         known = offsets or {}
         by_op = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
-        first, last = self._layer_groups
-        groups = self._groups
-        for group in groups[:first]:
-            yield from self._run(group, 0, sizes, by_op)
-        for layer in range(self.num_layers):
-            for group in groups[first:last]:
-                yield from self._run(group, layer, sizes, by_op)
-        for group in groups[last:]:
-            yield from self._run(group, 0, sizes, by_op)
+        for in_layers, groups in itertools.groupby(self._groups, key=lambda group: group.in_layers):
+            body = list(groups)
+            for layer in range(self.num_layers if in_layers else 1):
+                for group in body:
+                    yield from self._run(group, layer, sizes, by_op)
 
     def _run(
         self, group: _Group, layer: int, sizes: Sizes, by_op: Sequence[Mapping[str, int]]
@@ -315,31 +255,15 @@ class PassTemplate:
         for start in starts:
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
             for position, op in group.ops:
-                if not op.is_barrier:
-                    yield OpCall(op, position, layer, start, stop, by_op[position])
+                yield OpCall(op, position, layer, start, stop, by_op[position])
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        found, start = [], 0
-        for group in self._groups:
-            stop = start + len(group.ops)
-            if group.loop is not None:
-                found.append((start, stop - 1))
-            start = stop
+    def ranges(self) -> list[tuple[int, int]]:
+        """The first and last op of every loop, the layers included."""
+        found = [(group.ops[0][0], group.ops[-1][0]) for group in self._groups if group.loop is not None]
         body = [position for position, op in enumerate(self.ops) if op.in_layers]
-        if body:
-            found.append((body[0], body[-1]))
-        return found
+        return [*found, (body[0], body[-1])] if body else found
 
     @cached_property
     def _groups(self) -> list[_Group]:
         groups = itertools.groupby(enumerate(self.ops), key=lambda each: (each[1].loop, each[1].in_layers))
         return [_Group(*key, list(ops)) for key, ops in groups]
-
-    @cached_property
-    def _layer_groups(self) -> tuple[int, int]:
-        body = [position for position, group in enumerate(self._groups) if group.in_layers]
-        return (body[0], body[-1] + 1) if body else (len(self._groups), len(self._groups))
-
-    def _check_new(self, name: str) -> None:
-        assert not self._is_finished, f"{self.name} is finished: {name}"
-        assert name not in self.tensors and name not in self.inputs, f"{self.name}: {name} is there already"

@@ -21,9 +21,8 @@ from idlm.infer.mosaic.template import (
     Size,
 )
 
-TOKEN_BYTES = 8
-CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4
-"""Item sizes: int64 for token ids; fp32 for confidences and routing, int32 for sorted pairs and experts."""
+ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4
+"""Item sizes: fp32 for routing, int32 for sorted pairs and experts."""
 TILE_BYTES = 16
 """Of a tile of sorted pairs, which has at least as many pairs unless its expert has fewer."""
 
@@ -68,7 +67,8 @@ class TrunkShape:
 
 
 def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTemplate:
-    """Return the template of a whole forward pass, from token ids to tokens and confidences of wanted rows.
+    """Return the template of a whole forward pass, from token ids to the logits of wanted rows, or the best
+    tokens of them.
 
     Inputs: `token_ids`, `positions`, `wanted_rows`."""
     names = ["moe" if shape.num_experts else "dense", f"attention {'query' if chunks_queries else 'whole'}"]
@@ -82,7 +82,6 @@ def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTe
         (_add_query_chunks if chunks_queries else _add_whole_attention)(template, shape)
         (_add_experts if shape.num_experts else _add_ffn)(template, shape)
     _add_head(template, shape)
-    assert template.lifetimes
     return template
 
 
@@ -153,16 +152,13 @@ def _add_experts(template: PassTemplate, shape: TrunkShape) -> None:
 
 
 def _add_head(template: PassTemplate, shape: TrunkShape) -> None:
-    template.add_tensor("tokens", Size(row_bytes=TOKEN_BYTES, rows=WANTED))
-    template.add_tensor("confidences", Size(row_bytes=CONFIDENCE_BYTES, rows=WANTED))
     if shape.fused_head is not None:
         template.add_tensor("ranges", shape.fused_head)
         template.add_op("final_norm", ["x"], ["x"])
-        template.add_op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences", "ranges"])
+        template.add_op(FUSED_HEAD, ["x", "wanted_rows"], ["ranges"])
     else:
         template.add_rows(shape.x_bytes, HEAD, head_in=1)
         template.add_rows(shape.vocab * shape.item_bytes, HEAD, logits=1)
         template.add_op("head_norm", ["x", "wanted_rows"], ["head_in"], HEAD)
         template.add_op("logits", ["head_in"], ["logits"], HEAD)
-        template.add_op("choose_tokens", ["logits"], ["tokens", "confidences"], HEAD)
-    template.add_barrier("tokens", "confidences")
+        template.add_op("choose_tokens", ["logits"], [], HEAD)

@@ -6,6 +6,7 @@ Shapes: R rows of the canvas, X wanted rows, Y rows of a slice, V vocabulary."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +22,8 @@ from idlm.infer.mosaic.arena import PLAIN, open_arena
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.chunking import Forward, trunk_forward
 from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, storage_bytes
-from idlm.infer.mosaic.template import Op, PassTemplate
-from idlm.infer.mosaic.trunk import ATTENTION, TrunkShape, trunk_template
+from idlm.infer.mosaic.template import PassTemplate
+from idlm.infer.mosaic.trunk import TrunkShape, trunk_template
 from idlm.infer.state.batch import FedCanvases, StepPlan
 from idlm.infer.state.page_pool import PagePool
 from idlm.kernels.sampling import judged_draws, row_probs
@@ -43,11 +44,9 @@ def forward_of(arm: str, shape: TrunkShape) -> Forward:
 
 def _with_all_of_attention(whole: PassTemplate) -> PassTemplate:
     kept = PassTemplate(whole.name.replace("whole", "paper"))
-    kept.tensors, kept.inputs = whole.tensors, whole.inputs
-    kept.num_layers, kept.ops = whole.num_layers, [*whole.ops]
-    names = ("x", "attention_in", "q", "k", "v", "heads")
-    barrier = Op(name="barrier", reads=names, loop=ATTENTION, in_layers=True, is_barrier=True)
-    kept.ops.insert(1 + [op.name for op in kept.ops].index("attention"), barrier)
+    kept.tensors, kept.inputs, kept.num_layers = whole.tensors, whole.inputs, whole.num_layers
+    held = ("x", "attention_in")
+    kept.ops = [replace(op, reads=op.reads + held) if op.name == "attention" else op for op in whole.ops]
     return kept
 
 

@@ -20,7 +20,6 @@ from benchmarks.models import assembled, free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer.decoders.base import DECODERS, max_rows
-from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk

@@ -8,11 +8,10 @@ makes it valid again.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from idlm.infer.mosaic.planner import ALIGNMENT, ArenaPlan
-from idlm.infer.mosaic.template import LENGTH, WANTED, Loop, Op, OpCall, PassTemplate, Size, Sizes
+from idlm.infer.mosaic.template import LENGTH, WANTED, Loop, OpCall, PassTemplate, Size, Sizes
 
 
 class Corrupted(AssertionError):
@@ -51,12 +50,10 @@ class _Writer:
         if known and rng.random() < 0.2:
             writes.append(rng.choice(known))
         self.template.add_op(op, reads, dict.fromkeys(writes), chunks=loop)
-        if known and rng.random() < 0.1:
-            self.template.add_barrier(*rng.sample(known, 1), chunks=loop)
 
 
 def random_template(seed: int) -> tuple[PassTemplate, Sizes]:
-    """Return a template with loops, layers and barriers, and sizes to plan it for."""
+    """Return a template with loops and layers, and sizes to plan it for."""
     rng = random.Random(seed)
     writer = _Writer(rng, PassTemplate(f"random {seed}"))
 
@@ -74,7 +71,7 @@ def random_template(seed: int) -> tuple[PassTemplate, Sizes]:
         groups("layer", rng.randrange(1, 4))
     groups("after", rng.randrange(2))
     if writer.usable:
-        writer.template.add_barrier(*rng.sample(writer.usable, min(2, len(writer.usable))))
+        writer.template.add_op("end", rng.sample(writer.usable, min(2, len(writer.usable))))
     length = rng.randrange(2, 60)
     chunks = {name: rng.randrange(1, 4) for name in "abc"}
     return writer.template, Sizes(length=length, wanted=rng.randrange(1, length + 1), chunks=chunks)
@@ -113,22 +110,10 @@ def _homes(template: PassTemplate) -> dict[str, tuple[set[Loop | None], set[bool
     return homes
 
 
-def _barriers(template: PassTemplate) -> Mapping[int, list[str]]:
-    """Tensors that a barrier reads right after an op: by identity of the op before it."""
-    found: dict[int, list[str]] = {}
-    before: Op | None = None
-    for op in template.ops:
-        if not op.is_barrier:
-            before = op
-        elif before is not None:
-            found.setdefault(id(before), []).extend(op.reads)
-    return found
-
-
 def simulate(plan: ArenaPlan) -> int:
     """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
     template = plan.template
-    overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
+    overlaps, homes = _overlaps(plan), _homes(template)
     valid: set[str] = set(template.inputs)
     overlaps |= {name: [] for name in template.inputs}
     ended: set[str] = set()
@@ -151,22 +136,18 @@ def simulate(plan: ArenaPlan) -> int:
             is_again = (step.start > 0 and len(loops) > 1) or (step.layer > 0 and len(layers) > 1)
             if not is_again:
                 valid.add(name)
-        kept = set(barriers.get(id(op), ()))
-        if not kept <= valid:
-            raise Corrupted(f"the barrier after {op.name} misses {kept - valid}")
         # What ends here may be overwritten with anything.
         ends = ends_with(template, plan.sizes, step)
         valid.difference_update(ends)
         ended.update(ends)
-    last = len(template.ops) - 1
-    missing = {storage.name for storage in template.lifetimes.storages if storage.last < last} - ended
+    missing = {storage.name for storage in template.lifetimes.storages} - ended
     if missing and num_steps:
         raise Corrupted(f"{missing} never end")
     return num_steps
 
 
 def ends_with(template: PassTemplate, sizes: Sizes, step: OpCall) -> list[str]:
-    """Tensors whose bytes nothing needs after a call. Results never end."""
+    """Tensors whose bytes nothing needs after a call."""
     ops, found = template.ops, []
     body = [position for position, op in enumerate(ops) if op.in_layers]
     loop = step.op.loop
@@ -174,10 +155,6 @@ def ends_with(template: PassTemplate, sizes: Sizes, step: OpCall) -> list[str]:
     is_last_layer = not step.op.in_layers or step.layer == template.num_layers - 1
     for storage in template.lifetimes.storages:
         position = storage.last
-        if position == len(ops) - 1:
-            continue
-        while position and ops[position].is_barrier:
-            position -= 1
         if position != step.position:
             continue
         positions = range(storage.first, storage.last + 1)

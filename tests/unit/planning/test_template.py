@@ -1,4 +1,4 @@
-"""The registrar: lifetimes over loops and layers, barriers, and the steps of a template."""
+"""The registrar: lifetimes over loops and layers, and the steps of a template."""
 
 from __future__ import annotations
 
