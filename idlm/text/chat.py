@@ -16,7 +16,7 @@ from idlm.errors import UserError
 from idlm.text.left_out import TurnText, left_out
 from idlm.text.templates import (
     Message,
-    known_roles,
+    applied,
     marks_answers,
     render,
     template_names,
@@ -162,19 +162,20 @@ def _marked(
     not separate the turns, or where an answer is more than what they hold. An end-of-turn token right after
     a block belongs to it: without it the model would never stop."""
     tokenizer = template.tokenizer
-    whole, opened = template.draw(messages), template.draw(messages, is_open=True)
+    whole, opened = template.draw(messages), template.opener()
     thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)
     if split_prefill(opened)[1] or any(
         each and not each.is_in(whole, str(shown)) for each, shown in thoughts
     ):
         return None
-    opener = encode_text(tokenizer, opened[len(whole) :])
+    opener = encode_text(tokenizer, opened)
     marked = template.tokens(messages)
     ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
     for start in range(len(ids) if special.intersection(opener) else 0):
-        # Some templates mark what opens a turn, with which the prompt of inference ends.
-        if flags[start] and ids[start : start + len(opener)] == opener:
-            flags[start : start + len(opener)] = [False] * len(opener)
+        # Some templates mark what opens a turn, or its end, with which the prompt of inference ends.
+        end = start + len(opener)
+        if ids[start:end] == opener and flags[end - 1] and not (start and flags[start - 1]):
+            flags[start:end] = [False] * len(opener)
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
     shown = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     blocks = [group for key, group in runs if key]
@@ -263,8 +264,10 @@ class Template:
 
     def tokens(self, messages: Sequence[Message]) -> Any:
         """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""
-        return self.tokenizer.apply_chat_template(
-            known_roles(self.text, messages),
+        return applied(
+            self.tokenizer,
+            self.text,
+            messages,
             return_dict=True,
             return_assistant_tokens_mask=True,
             **template_names(self.text, self.tools, enable_thinking=None, template_kwargs=self.names),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -77,8 +78,8 @@ def render(
         return ""
     extra = template_names(template, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
     try:
-        text: str = tokenizer.apply_chat_template(
-            known_roles(template, messages), tokenize=False, add_generation_prompt=open_turn, **extra
+        text: str = applied(
+            tokenizer, template, messages, tokenize=False, add_generation_prompt=open_turn, **extra
         )
     # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
     except Exception as error:
@@ -114,7 +115,27 @@ def template_names(
     return extra
 
 
-def known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def applied(tokenizer: Any, template: str, messages: Sequence[Message], **options: Any) -> Any:
+    """Return what the tokenizer's template makes of messages."""
+    known = _known_roles(template, messages)
+    try:
+        return tokenizer.apply_chat_template(known, **options)
+    except TypeError:
+        # Those of DeepSeek join the arguments of a call as text.
+        return tokenizer.apply_chat_template(_with_text_arguments(known), **options)
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with the arguments of calls as JSON text."""
+    given = copy.deepcopy([dict(message) for message in messages])
+    for call in (call for message in given for call in message.get("tool_calls") or ()):
+        function = call.get("function") or {}
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return given
+
+
+def _known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages; for a template without developers, their role is system."""
     plain = [dict(message) for message in messages]
     if "developer" not in template:

@@ -71,6 +71,20 @@ FORMS["marked with its header"] = FORMS["chatml"].replace(
     "{%- if m.role == 'assistant' %}{% generation %}" + PLAIN_TURN + "{% endgeneration %}"
     "{%- else %}" + PLAIN_TURN + "{%- endif %}",
 )
+HEADERS_MARKED = {
+    "its line break": FORMS["marked"]
+    .replace(
+        "'\\n' }}{%- if m.role == 'assistant' %}{% generation %}{{- m",
+        "'' }}{%- if m.role == 'assistant' %}{% generation %}{{- '\\n' + m",
+    )
+    .replace("{%- else %}{{- m.content", "{%- else %}{{- '\\n' + m.content"),
+    "all of it, and another end": FORMS["marked with its header"].replace(
+        "{% endgeneration %}",
+        "{%- if loop.last and not add_generation_prompt %}{{- '<|endoftext|>' }}{%- endif %}"
+        "{% endgeneration %}",
+    ),
+}
+"""Marks of answers that hold what opens a turn: its end (Qwen2.5 in TRL), or all of it (gpt-oss in TRL)."""
 SYSTEM_LAST = (
     "{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}{%- for m in rest %}"
     "{%- if m.role == 'user' %}"

@@ -19,6 +19,7 @@ from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
 from tests.unit.data.template_forms import (
     FORMS,
+    HEADERS_MARKED,
     OPENS_AFTER_USERS,
     SYSTEM_LAST,
     THINKING_SWITCH,
@@ -173,6 +174,24 @@ def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder
         [{"role": "system", "content": "Hi"}, answer(content="Hello")], origin="here"
     )
     assert parts(tokenizer, sample)[1] == ["Hello" + END]
+
+
+@pytest.mark.parametrize("marks", HEADERS_MARKED)
+def test_what_the_prompt_of_inference_ends_with_is_no_target(folder: Path, marks: str) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(folder / marks, HEADERS_MARKED[marks]))
+    (sample,) = encoder_of(tokenizer).messages(
+        [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")], origin="here"
+    )
+    prompt, targets = parts(tokenizer, sample)
+    assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION]))
+    assert [target.partition(END)[0] for target in targets] == ["Yes", "No"]
+
+
+def test_a_template_that_joins_arguments_as_text_gets_them_as_json(folder: Path) -> None:
+    form = FORMS["calls"].replace("call.function | tojson", "call.function.name + call.function.arguments")
+    tokenizer = load_tokenizer(save_tokenizer(folder / "joins", form))
+    (sample,) = encoder_of(tokenizer).messages([QUESTION, answer(tool_calls=[CALL])], origin="here")
+    assert parts(tokenizer, sample)[1] == ['zone{"city": "Rome"}' + END]
 
 
 def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone(folder: Path) -> None:
