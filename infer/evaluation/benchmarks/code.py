@@ -14,6 +14,8 @@ from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdi
 from idlm.infer.evaluation.sandbox import Program, Sandbox
 from idlm.tasks import Grade
 
+_FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)$", re.MULTILINE)
+
 
 class CodeTask(FileTask):
     num_workers: ClassVar = max(1, os.cpu_count() or 1)
@@ -69,7 +71,7 @@ class HumanEval(CodeTask):
         stub, name = "candidate_function", record["entry_point"]
         before = record["prompt"].rpartition(f"def {name}(")[0]
         return Program(
-            code=f"{before}\n{code}",
+            code=_after(before, code),
             test=f"{before}\n{record['test']}\ncheck({stub})",
             functions={stub: name, name: name},
         )
@@ -109,7 +111,12 @@ class Mbpp(CodeTask):
         `set`."""
         test = "\n".join([record["setup"], *record["test_list"]])
         names = {name: name for name in defined_names(record["code"])}
-        return Program(code=f"{record['setup']}\n{code}", test=test, functions=names)
+        return Program(code=_after(record["setup"], code), test=test, functions=names)
+
+
+def _after(setup: str, code: str) -> str:
+    """The code after `setup`, but its imports from `__future__` first, where they have to be."""
+    return "\n".join([*_FUTURE.findall(code), setup, _FUTURE.sub("", code)])
 
 
 def defined_names(code: str) -> list[str]:

@@ -91,9 +91,11 @@ def test_humaneval(tmp_path: Path, ran: list[Program]) -> None:
     prompt = task.sample(0, "test").prompt
     assert task.check(prompt, _answer(task.sample(0, "test").response)).correct
     assert task.check(prompt, _answer("def near(x):\n    return floor(x)")).correct
+    future = "from __future__ import annotations\n\ndef near(x: Later) -> int:\n    return floor(x)"
+    assert task.check(prompt, _answer(future)).correct
     assert "AssertionError" in task.check(prompt, _answer("def near(x):\n    return 7")).reason
     assert "no Python code block" in task.check(prompt, "def near(x): return floor(x)").reason
-    assert len(ran) == 1 + 3
+    assert len(ran) == 1 + 4
 
 
 def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
