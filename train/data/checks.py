@@ -6,6 +6,7 @@ Checks of a single record are in `base.Encoder`, where the record's file and lin
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from idlm.train.model.checks import num_positions
 NUM_COUNTED = 64
 """Samples that are counted where no cache counted them."""
 MIN_SUPERVISED = 0.02
+_FOR_TESTS = re.compile(r"(?:^|[^a-z])(?:test|validation|valid|val|dev|eval)(?:[^a-z]|$)", re.IGNORECASE)
 MAX_LOST = 0.05
 
 
@@ -208,7 +210,11 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
 
 def run_warnings(config: TrainConfig, model_config: Any, lengths: np.ndarray) -> list[str]:
     """Sentences about a run whose samples have `lengths` [samples] in tokens."""
-    found = [_beyond_positions(config, model_config, lengths), _trained_and_held_out(config)]
+    found = [
+        _beyond_positions(config, model_config, lengths),
+        _trained_and_held_out(config),
+        *map(_other_splits, config.data.parts()),
+    ]
     return [f"warning: {text}" for text in found if text]
 
 
@@ -240,6 +246,19 @@ def _trained_and_held_out(config: TrainConfig) -> str | None:
         f"eval.path={config.eval.path} holds {len(both)} of the files that are trained on ({some_of(both)}): "
         "their losses do not hold for other data; move them out of data.path, or leave eval.path "
         "out, so that eval.holdout holds out a share"
+    )
+
+
+def _other_splits(data: DataConfig) -> str | None:
+    """Files of a folder that its clone from a hub has for tests."""
+    folder = Path(data.path or "").expanduser().resolve()
+    files = _files(data) if folder.is_dir() else set()
+    others = sorted(str(file) for file in files if _FOR_TESTS.search(str(file.relative_to(folder))))
+    if not others or len(others) == len(files):
+        return None
+    return (
+        f"data.path={data.path} holds files that have the names of splits for tests ({some_of(others)}), and "
+        "they are trained on: give the files for training, such as data.path='FOLDER/*train*'"
     )
 
 

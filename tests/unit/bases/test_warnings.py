@@ -104,6 +104,28 @@ def test_held_out_files_that_are_trained_are_named(
     assert all(f"holds {shared} of the files that are trained on" in text for text in found)
 
 
+@pytest.mark.parametrize(
+    ("names", "path", "named"),
+    [
+        (("data/train-0.jsonl", "data/test-0.jsonl"), "clone", "test-0"),
+        (("train/a.jsonl", "Validation/b.jsonl"), "clone", "b.jsonl"),
+        (("train.jsonl", "test.jsonl"), "clone/train.jsonl", None),
+        (("test.jsonl",), "clone", None),
+        (("latest.jsonl", "invalid.jsonl"), "clone", None),
+    ],
+)
+def test_files_for_tests_in_a_folder_that_is_trained_on_are_named(
+    names: tuple[str, ...], path: str, named: str | None, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "clone" / name).write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    config = config_of(tmp_path, tmp_path / "out", **{"data.path": tmp_path / path})
+    found = run_warnings(config, small_config("qwen3"), LENGTHS)
+    assert len(found) == (named is not None)
+    assert all(f"splits for tests ({tmp_path}" in text and str(named) in text for text in found)
+
+
 @pytest.mark.sweep
 def test_the_announcement_and_the_dry_run_say_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
