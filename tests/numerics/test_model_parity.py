@@ -6,7 +6,6 @@ R rows fed this pass, V vocabulary, L sequence length.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,21 +189,6 @@ def test_prefill_and_single_steps_equal_transformers(
             caches[number] = theirs.past_key_values
             assert (logits[number] - theirs.logits[0]).abs().max() <= FP32_TOLERANCE
             assert (logits[number][0] - expected[number][step]).abs().max() <= FP32_TOLERANCE
-
-
-def test_uneven_chunks_equal_one_prefill(tmp_path: Path, prompts: list[list[int]]) -> None:
-    save_reference("qwen3", tmp_path)
-    model = load_model(tmp_path, device="cpu")
-    whole = PagedSession(model, 2).feed(prompts)
-    session = PagedSession(model, 2)
-    parts = [session.feed([prompts[0][a:b], prompts[1][c:d]]) for a, b, c, d in chunk_bounds()]
-    for number in range(2):
-        joined = torch.cat([part[number] for part in parts])
-        assert (joined - whole[number]).abs().max() <= FP32_TOLERANCE
-
-
-def chunk_bounds() -> Iterator[tuple[int, int, int, int]]:
-    yield from [(0, 7, 0, 1), (7, 40, 1, 8), (40, 41, 8, 8), (41, 45, 8, 19)]
 
 
 @pytest.mark.parametrize("layout", ["rope_scaling", "top-level theta"])

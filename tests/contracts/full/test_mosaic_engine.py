@@ -182,11 +182,3 @@ def test_what_is_allocated_beside_the_workspace_does_not_grow_with_the_length(
     assert largest[400] == largest[800] > 0
     bound = 32 * 4 * max(runner.shape.width, runner.shape.num_heads * runner.shape.head_dim)
     assert largest[800] <= 8 * bound < 400 * 32 * 4
-
-
-@pytest.mark.parametrize("arena", ["plain", "mapped"])
-def test_both_arenas_can_be_asked_for(llada: Path, arena: str) -> None:
-    """On a CPU the mapped one falls back to the plain one, and says so."""
-    engine = mosaic(llada, memory_arena=arena)
-    [found] = engine.generate([[1, 2]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
-    assert len(found.token_ids) == 4

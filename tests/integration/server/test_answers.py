@@ -121,26 +121,6 @@ def test_several_prompts_of_texts_and_token_ids(server: Running) -> None:
     assert alone["token_ids"] == list(done[0].token_ids)
 
 
-def test_echo_puts_the_prompt_before_the_answer(server: Running) -> None:
-    plain = server.completion(prompt=[PROMPT], temperature=0)
-    echoed = server.completion(prompt=[PROMPT], temperature=0, echo=True, n=1)
-    assert echoed["choices"][0]["text"] == PROMPT + plain["choices"][0]["text"]
-    bare = server.completion(prompt=PROMPT, max_tokens=0, echo=True)
-    assert (bare["choices"][0]["text"], bare["choices"][0]["logprobs"]) == (PROMPT, None)
-    assert bare["usage"]["completion_tokens"] == 0
-
-
-def test_completions_have_logprobs(server: Running) -> None:
-    [choice] = server.completion(prompt=PROMPT, temperature=0, max_tokens=5, logprobs=2)["choices"]
-    [done] = expected(text_ids(), temperature=0, max_tokens=5, logprobs=2)
-    assert done.logprobs is not None
-    logprobs = choice["logprobs"]
-    assert logprobs["token_logprobs"] == pytest.approx([token.logprob for token in done.logprobs], abs=1e-4)
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 5
-    assert "".join(logprobs["tokens"]) == choice["text"]
-    assert logprobs["text_offset"][-1] == len(choice["text"]) - len(logprobs["tokens"][-1])
-
-
 def test_what_ends_an_answer(server: Running) -> None:
     [done] = expected(text_ids(), temperature=0, max_tokens=30)
     stop = done.text[5:9]

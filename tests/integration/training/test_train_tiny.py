@@ -3,7 +3,6 @@ stock files."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -182,33 +181,6 @@ def test_a_line_of_metrics_is_of_one_stage_and_begins_anew_after_a_stop_within_i
     again = metrics_of(stopped)
     assert again[:4] == lines[:4] and again[5:] == lines[5:]
     assert (again[4]["step"], again[4]["first_item"] // 2) == (9, 8)
-
-
-@pytest.mark.sweep
-def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    settings = {"train.balance": "previous"}
-    assert cli.main(arguments(base, whole, **settings)) == 0
-    with ctrl_c_after(6):
-        assert cli.main(arguments(base, stopped, **settings)) == 130
-    assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
-    records = metrics_of(whole)
-    assert metrics_of(stopped) == records
-    for before, record in itertools.pairwise(records[4:]):
-        ratio = before["mask_loss"] / before["clean_loss"]
-        assert record["clean_weight"] == pytest.approx(ratio, rel=1e-6)
-
-
-@pytest.mark.sweep
-def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_path: Path) -> None:
-    stages = "[{stride: 3, steps: 2, clean_weight: auto}]"
-    both = []
-    for balance in ("step", "previous"):
-        settings = {"train.stages": stages, "train.balance": balance}
-        assert cli.main(arguments(base, tmp_path / balance, **settings)) == 0
-        both.append(metrics_of(tmp_path / balance))
-    assert both[0][0] == both[1][0]
-    assert both[0][1]["clean_weight"] != both[1][1]["clean_weight"]
 
 
 def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(

@@ -199,18 +199,13 @@ def test_bad_requests_are_refused_and_leave_nothing(
     assert engine.step() == []
 
 
-def test_prompts_may_be_a_generator(engine: Engine) -> None:
+def test_prompts_may_be_a_generator_or_rows_of_an_array(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     given = [[1, 2], [3, 4]]
     expected = [answer.token_ids for answer in engine.generate(given, params)]
     found = engine.generate((prompt for prompt in given), (params for _ in given), request_ids=iter("ab"))
     assert [(one.request_id, one.token_ids) for one in found] == list(zip("ab", expected, strict=True))
-
-
-def test_prompts_may_be_rows_of_an_array(engine: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3)
-    expected = [answer.token_ids for answer in engine.generate([[1, 2], [3, 4]], params)]
-    for rows in (np.array([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]])):
+    for rows in (np.array(given), torch.tensor(given)):
         assert [answer.token_ids for answer in engine.generate(rows, params)] == expected  # type: ignore[arg-type]
 
 

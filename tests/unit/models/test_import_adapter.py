@@ -112,8 +112,6 @@ def test_the_base_may_be_the_bundle_itself_or_be_named(
     ("change", "words"),
     [
         ({"use_rslora": True}, "IDLM-0610 use_rslora=True"),
-        ({"use_dora": True}, "IDLM-0610 use_dora=True"),
-        ({"bias": "lora_only"}, "IDLM-0610 bias='lora_only'"),
         ({"modules_to_save": ["lm_head"]}, "IDLM-0610 modules_to_save=['lm_head']"),
         ({"r": 4}, "IDLM-0613 shape"),
         ({"target_modules": ["q_proj"]}, "IDLM-0613 not used"),
