@@ -283,8 +283,12 @@ class GrammarCompiler:
         if problem:
             return problem
         grammar.charge(grammar.mask_seconds())
-        if grammar.problem or not any(grammar.matcher.compute_bitmask()):
-            return f"no token can begin it ({grammar.problem})"
+        bits = int.from_bytes(grammar.matcher.compute_bitmask(), "little")
+        first = (bits & -bits).bit_length() - 1
+        # Where no token has the bytes that must come, the mask has tokens of what follows them.
+        if grammar.problem or not bits or not grammar.matcher.validate_tokens([first]):
+            begun = matcher.compute_ff_bytes().decode(errors="replace")
+            return f"no token can begin it ({grammar.problem or f'it begins with {begun!r}'})"
         return grammar
 
     def _add_peers(self, constraint: Constraint, peers: Peers, seconds: float) -> None:

@@ -209,8 +209,13 @@ def test_large_constraints_compile(toy: Path) -> None:
 def test_what_no_token_can_spell_is_refused_or_fails(tmp_path: Path) -> None:
     """The vocabulary of letters lacks digits: before anything is queued, or where an answer comes to it."""
     engine = _lettered(tmp_path)
-    with pytest.raises(UserError, match="IDLM-0474.*no token can begin it"):
-        engine.add_request("a", [1], SamplingParams(constraint=Constraint(kind="regex", text="[0-9]")))
+    digits, quoted = (
+        Constraint(kind="regex", text="[0-9]"),
+        Constraint(kind="json_schema", text='{"type": "string"}'),
+    )
+    for constraint, why in ((digits, ""), (quoted, """ \\(it begins with '"'\\)""")):
+        with pytest.raises(UserError, match=f"IDLM-0474.*no token can begin it{why}"):
+            engine.add_request("a", [1], SamplingParams(constraint=constraint))
     params = SamplingParams(constraint=Constraint(kind="regex", text="(a|b)(a|b)[0-9]"), seed=0)
     engine.add_request("b", [1], params)
     events = []
