@@ -133,6 +133,19 @@ def test_an_adapter_leaves_a_model_of_true_width_its_bits(
         assert greedy_tokens(model, arm, concurrency) == base
 
 
+def test_auto_is_deterministic_in_an_engine_of_few_sequences(tmp_path: Path) -> None:
+    base = write_toy_checkpoint(tmp_path)
+    options = {"device": "cuda", "dtype": "bfloat16", "stride": 4, "mask_token_id": 47, "prefix_cache": False}
+    few, many = (
+        Engine.from_pretrained(base, "isd", deterministic="auto", max_num_seqs=num, **options)
+        for num in (16, 17)
+    )
+    assert few.settings.is_deterministic and not many.settings.is_deterministic
+    params, prompts = engines.greedy(max_tokens=40), engines.prompts_of([*range(3, 80, 5)])
+    alone = [few.generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert [answer.token_ids for answer in few.generate(prompts, params)] == alone
+
+
 def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
     """Answers to random prompts of different lengths."""
     load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
