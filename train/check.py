@@ -5,6 +5,7 @@ An option without effect is refused too (train/unused.py)."""
 from __future__ import annotations
 
 import datetime
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -14,20 +15,17 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import foreign_files
+from idlm.config.project import install_command
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, find_files
-from idlm.kernels.linear_cross_entropy import DIVERGENCES
-from idlm.semantics import MASK_REGIONS, MAX_STRIDE
+from idlm.semantics import MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
-from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import FILE_SOURCES, DataConfig, held_out_config
-from idlm.train.config.libraries import tracker_problems
 from idlm.train.config.schema import (
     DECODED,
     MATMUL_TFLOPS,
     TASK_TOKENIZER,
-    WANDB_MODES,
     AdapterConfig,
     StageConfig,
     TrainConfig,
@@ -36,22 +34,14 @@ from idlm.train.config.schema import (
     value_of,
 )
 from idlm.train.data.base import SOURCES, is_endless
-from idlm.train.data.build import ON_BAD_RECORD
-from idlm.train.data.encoder import LEFT_OUT, THINKING, TURNS
-from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, uses_deepspeed, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_problems
-from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
-from idlm.train.model.load import COMPILE_CHOICES
+from idlm.train.model.attention import GPU_ONLY
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
-from idlm.train.objectives.idlm import DRAFT_INPUTS, PHASES
+from idlm.train.objectives.curriculum import AUTO_BALANCED
 from idlm.train.unused import objective_has, unused_options
 
-DTYPES = ("float32", "bfloat16")
-EXPORT_DTYPES = (*DTYPES, "float16")
-DEVICES = ("auto", "cpu", "cuda")
 PUBLISHED_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
@@ -110,11 +100,26 @@ def check_config(config: TrainConfig) -> None:
             *_stage_problems(config),
             *data_problems(config),
             *(deepspeed_problems(config) if uses_deepspeed(config.train) else ()),
-            *(tracker_problems(config) if config.has_trackers else ()),
+            *_tracker_problems(config),
             *unused_options(config),
             *_path_problems(config),
         ]
     )
+
+
+def _tracker_problems(config: TrainConfig) -> Iterator[str]:
+    """Libraries of trackers that are set and cannot be imported."""
+    mode, wanted = config.wandb.mode, list[tuple[str, str, str]]()
+    if mode != "disabled":
+        wanted.append(("wandb", f"wandb.mode={mode}", "pip install wandb"))
+    if config.tensorboard.enabled:
+        command = install_command("tensorboard")
+        wanted.append(("torch.utils.tensorboard", "tensorboard.enabled=true", command))
+    for module, option, command in wanted:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            yield f"{option}: {error}; install it: {command}, or leave the option out"
 
 
 def _path_problems(config: TrainConfig) -> Iterator[str]:
@@ -144,30 +149,11 @@ def _not_finite(values: Any, key: str = "") -> Iterator[str]:
 
 
 def _choices(config: TrainConfig) -> list[str]:
+    """Names that are registered, or known by a table; other choices are Literals of the schema."""
     allowed: dict[str, tuple[str, ...]] = {
         "objective": tuple(OBJECTIVES.names()),
-        "mask_region": MASK_REGIONS,
-        "model.dtype": DTYPES,
-        "model.attention": ("auto", *ATTENTIONS),
-        "model.compile": COMPILE_CHOICES,
-        "model.graphs": COMPILE_CHOICES,
-        "train.overlong": OVERLONG_POLICIES,
-        "train.sizes": ("given", "fit", "auto"),
-        "train.balance": BALANCES,
-        "train.save": SAVE_MODES,
-        "train.schedule": SCHEDULES,
-        "train.phase": PHASES,
-        "train.draft_input": DRAFT_INPUTS,
-        "train.distill": ("none", *DIVERGENCES),
-        "train.device": DEVICES,
         "data.source": tuple(SOURCES.names()),
         "data.shape": SHAPE_CHOICES,
-        "data.thinking": THINKING,
-        "data.turns": TURNS,
-        "data.on_bad_record": ON_BAD_RECORD,
-        "data.left_out": LEFT_OUT,
-        "export.dtype": EXPORT_DTYPES,
-        "wandb.mode": WANDB_MODES,
         "plan.gpu": tuple(MATMUL_TFLOPS),
     }
     given = {key: value_of(config, key) for key in allowed}
@@ -177,7 +163,7 @@ def _choices(config: TrainConfig) -> list[str]:
         f"{key}={value!r} is not one of {', '.join(allowed[key])}{did_you_mean(str(value), allowed[key])}"
         f"{'; for another GPU give plan.tflops too' if key == 'plan.gpu' else ''}"
         for key, value in given.items()
-        if value not in allowed[key] and not (value is None and key in ("export.dtype", "plan.gpu"))
+        if value not in allowed[key] and not (value is None and key == "plan.gpu")
     ]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -138,13 +138,13 @@ def of_checkpoint(config: TrainConfig, checkpoint: Path, semantics: Semantics) -
     return replace(
         config,
         objective="idlm",
-        mask_region=semantics.mask_region,
+        mask_region=cast(Any, semantics.mask_region),
         model=model,
         adapter=adapter,
         train=replace(
             train,
             distill="none",
-            draft_input=semantics.draft_input or "mask",
+            draft_input=cast(Any, semantics.draft_input or "mask"),
             noise_range=list(semantics.noise_range),
         ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from idlm.config.schema import option
 from idlm.files.records import SUFFIXES, source_of
@@ -62,18 +62,21 @@ class DataConfig:
     chat_template: bool = option(
         "render prompt and response with the tokenizer's chat template if it has one", True
     )
-    thinking: str = option(
-        "thoughts (<think>, reasoning_content): keep, strip, or off: strip and render without thinking",
-        "keep",
+    thinking: Literal["keep", "strip", "off"] = option(
+        "thoughts (<think>, reasoning_content); off: strip them and render without thinking", "keep"
     )
-    turns: str = option(
-        "supervised assistant turns: all, last, or each, in a sample of its own that ends with it", "all"
+    turns: Literal["all", "last", "each"] = option(
+        "supervised assistant turns; each: in a sample of its own that ends with it", "all"
     )
-    left_out: str = option("text that the chat template leaves out: error, or accept and count it", "error")
+    left_out: Literal["error", "accept"] = option(
+        "text that the chat template leaves out: error, or accept and count it", "error"
+    )
     date: str | None = option(
         "YYYY-MM-DD, for a chat template that writes the day's date; null: the day the run began", None
     )
-    on_bad_record: str = option("a record that cannot be used: error, or skip and count it", "error")
+    on_bad_record: Literal["error", "skip"] = option(
+        "a record that cannot be used: error, or skip and count it", "error"
+    )
     workers: int | None = option(
         f"processes that tokenise; 0 or 1: this process; null: one per core, at most {MAX_DEFAULT_WORKERS}",
         None,

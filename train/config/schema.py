@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from idlm.config.schema import option
 from idlm.errors import UserError
@@ -22,7 +22,8 @@ MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 770.0, "A100": 265.0}
 """bf16 TFLOP/s that matrix products of a GPU reach: H200 and H100 measured, others 0.8 of the data sheet."""
 DECODED = ("exact_match", "acceptance_rate", "tokens_per_forward")
 """What the answers of a model that trains are measured by."""
-WANDB_MODES = ("disabled", "offline", "online")
+Switch = Literal["auto", "on", "off"]
+Attention = Literal["auto", "idlm_split", "idlm_flex", "idlm_flash", "idlm_documents", "idlm_sdpa"]
 
 
 @dataclass(kw_only=True)
@@ -40,18 +41,18 @@ class ModelConfig:
         None,
         is_path=True,
     )
-    dtype: str = option("parameter dtype while training: float32 or bfloat16", "float32")
+    dtype: Literal["float32", "bfloat16"] = option("parameter dtype while training", "float32")
     mask_token_id: int | None = option("null: the tokenizer's mask token, else the first unused row", None)
-    attention: str = option(
-        "auto; idlm_split (our kernel), idlm_flex, idlm_flash (GPU); idlm_documents, idlm_sdpa (dense mask)",
+    attention: Attention = option(
+        "idlm_split (our kernel), idlm_flex, idlm_flash: on a GPU; idlm_documents, idlm_sdpa: dense mask",
         "auto",
     )
     needs_engine: bool = option("refuse a base that idlm-generate could not decode after training", True)
     gradient_checkpointing: bool = option("recompute activations in the backward pass", False)
     recomputed_layers: int | None = option("layers, the first, whose activations are; null: all", None)
-    compile: str = option("on, off, or auto: torch.compile of the decoder layers on a GPU", "auto")
-    graphs: str = option(
-        "on, off, or auto (on one GPU): replay the compiled layers of a small model as CUDA graphs", "auto"
+    compile: Switch = option("torch.compile of the decoder layers; auto: on a GPU", "auto")
+    graphs: Switch = option(
+        "replay the compiled layers of a small model as CUDA graphs; auto: on one GPU", "auto"
     )
 
 
@@ -89,21 +90,19 @@ class LoopConfig:
         "optimizer steps of the run, where stages give fractions or there are no stages", None
     )
     epochs: float | None = option("passes over the files, in place of steps", None)
-    balance: str = option(
+    balance: Literal["step", "previous"] = option(
         "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)", "step"
     )
-    phase: str = option(
-        "where blocks of masks begin: response (with each response) or random (anew for every visit)",
-        "response",
+    phase: Literal["response", "random"] = option(
+        "where blocks of masks begin: with each response, or anew for every visit", "response"
     )
-    draft_input: str = option(
-        "what mask rows are fed: mask (its token) or uniform (random ids, anew for every visit of a sample)",
-        "mask",
+    draft_input: Literal["mask", "uniform"] = option(
+        "what mask rows are fed: its token, or random ids, anew for every visit of a sample", "mask"
     )
     noise_range: list[int] = option(
         "draft_input=uniform: [low, high), the ids that are drawn; empty: all of the tokenizer", []
     )
-    distill: str = option(
+    distill: Literal["none", "kl", "overlap"] = option(
         "with a gated adapter: none (labels), kl or overlap (1 - overlap) of the draft to the base", "none"
     )
     distill_share: float = option("share of distillation in the loss, labels have the rest; 1: alone", 1.0)
@@ -115,8 +114,8 @@ class LoopConfig:
     max_clean_weight: float | None = option(
         "bound of a balanced clean weight (clean_weight=auto); null: none, as in the paper", None
     )
-    sizes: str = option(
-        "given; fit: activations are recomputed if the run fits only so; auto: batch_size, max_length and "
+    sizes: Literal["given", "fit", "auto"] = option(
+        "fit: activations are recomputed if the run fits only so; auto: batch_size, max_length and "
         "learning_rate of 0, the global batch, ZeRO, 16 bits, recomputation and an adapter are chosen by the "
         "model, the data and the memory",
         "given",
@@ -131,12 +130,12 @@ class LoopConfig:
     max_padding: int = option(
         "objective=full: at most this many stop tokens follow an answer, to fill the canvas", 128
     )
-    overlong: str = option(
-        "samples longer than max_length: error, drop, truncate, or split into parts", "error"
+    overlong: Literal["error", "drop", "truncate", "split"] = option(
+        "what becomes of samples longer than max_length; split: several samples", "error"
     )
     learning_rate: float = option("peak learning rate", 1e-5)
-    schedule: str = option(
-        "learning rate: cosine to zero over the run, cosine_per_stage, or wsd (stable, then a line to zero)",
+    schedule: Literal["cosine", "cosine_per_stage", "wsd"] = option(
+        "learning rate: cosine to zero over the run or each stage, or wsd (stable, then a line to zero)",
         "cosine",
     )
     warmup: float = option("share of the steps, of the run or of each stage, with a rising rate", 0.03)
@@ -149,13 +148,13 @@ class LoopConfig:
         False,
     )
     seed: int = option("seed of new weights and dropout", 0)
-    device: str = option("auto, cpu or cuda", "auto")
+    device: Literal["auto", "cpu", "cuda"] = option("where to train", "auto")
     threads: int | None = option("CPU threads; null: torch's default", None)
     workers: int = option("processes that prepare rows; 0 prepares them in the training process", 0)
     log_every: int = option("steps between metrics; each stage also ends with them", 10)
     save_every: int = option("steps between checkpoints", 500)
     save_total_limit: int = option("checkpoints that are not deleted", 2)
-    save: str = option(
+    save: Literal["async", "sync"] = option(
         "async: training waits for copies in host memory, which a thread writes; sync: for the files", "async"
     )
     max_minutes: float | None = option(
@@ -176,8 +175,8 @@ class LoopConfig:
 class ExportConfig:
     """The published checkpoint."""
 
-    dtype: str | None = option(
-        "float32, bfloat16 or float16; null: that of the base, float32 for a gated adapter", None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        "null: that of the base, float32 for a gated adapter", None
     )
     merge: bool = option("true: merge an adapter that is not gated into its base, a whole checkpoint", False)
 
@@ -228,8 +227,8 @@ class EvalConfig:
 class WandbConfig:
     """Metrics mirrored to Weights & Biases."""
 
-    mode: str = option(
-        "disabled, offline (no account needed; files in the run's folder) or online", "disabled"
+    mode: Literal["disabled", "offline", "online"] = option(
+        "offline needs no account and leaves files in the run's folder", "disabled"
     )
     project: str = option("name of the project", "idlm")
     name: str | None = option("name of the run; null: chosen by the service", None)
@@ -260,7 +259,7 @@ class TrainConfig:
     objective: str = option(
         "a registered objective: idlm, ar, block (block diffusion) or full (full diffusion)", "idlm"
     )
-    mask_region: str = option("response or all: which tokens are supervised", "response")
+    mask_region: Literal["response", "all"] = option("which tokens are supervised", "response")
     resume: str = option("auto, never, or a checkpoint directory of this run", "auto", is_path=True)
     dry_run: bool = option("check everything and print the plan without training", False)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -41,7 +41,6 @@ from idlm.train.data.records.detect import check_shape, detect_shape, ignored_ke
 from idlm.train.data.records.shapes import SHAPES
 
 log = logging.getLogger(__name__)
-ON_BAD_RECORD = ("error", "skip")
 DEFAULT_CACHE = "outputs/data_cache"
 PART_TOKENS = 1 << 24
 """64 MiB of packed tokens, about a minute of one process: what a killed build loses at most."""

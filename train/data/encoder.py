@@ -39,7 +39,6 @@ SPECIAL = "turns hold the text of special tokens, which become those tokens, as 
 RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
 RENDERING = 4
 """Goes up when records become other samples: caches hold them."""
-LEFT_OUT = ("error", "accept")
 
 
 class Encoder:

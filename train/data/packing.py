@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROWS_PER_POOL, POOL_SAMPLES = 32, 1024
 """Of an endless source, and of a finite one."""
-OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
 
 
 class Recent(Generic[T]):

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-COMPILE_CHOICES = ("auto", "on", "off")
 PARTS = re.compile("vision|image|video|audio|speech")
 READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys of Gemma 3 and Cohere 2 from which transformers derives `layer_types`."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AUTO_BALANCED = "auto"
-BALANCES = ("step", "previous")
 SCHEDULES = ("cosine", "wsd", "cosine_per_stage")
 
 

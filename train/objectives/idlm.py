@@ -32,8 +32,6 @@ from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
 from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 
-PHASES = ("response", "random")
-DRAFT_INPUTS = ("mask", "uniform")
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio, which keeps s finite when the clean rows are learnt perfectly."""
 
