@@ -159,19 +159,18 @@ def stop_token_ids(
     return tuple(sorted({*listed, *own}))
 
 
-def encode_prompt(
-    tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", max_tokens: int | None = None
-) -> list[int]:
-    """Return the ids of `prompt`. `template`: "auto" renders it as one user message of the chat template, if
-    there is one; "none" encodes the bare text with the special tokens that the tokenizer adds. UserError
-    IDLM-0218 for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`."""
-    return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
+def encode_prompt(tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto") -> list[int]:
+    """Return the ids of `prompt`, as `encode_prompts` does."""
+    return encode_prompts(tokenizer, [prompt], template=template, max_tokens=None)[0]
 
 
 def encode_prompts(
     tokenizer: Any, prompts: Sequence[str], *, template: Literal["auto", "none"], max_tokens: int | None
 ) -> list[list[int]]:
-    """Return the ids of each prompt, as `encode_prompt` does; the tokenizer's threads share many of them."""
+    """Return the ids of each prompt; the tokenizer's threads share many of them. `template`: "auto" renders
+    it as one user message of the chat template, if there is one; "none" encodes the bare text with the
+    special tokens that the tokenizer adds. UserError IDLM-0218 for an empty prompt and IDLM-0412 for one that
+    cannot fit into `max_tokens`."""
     if not all(prompts):
         raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
     is_bare, texts = template == "none" or not tokenizer.chat_template, list(prompts)

@@ -35,7 +35,7 @@ class ArDecoder(Decoder):
     Config: ClassVar[type] = ArConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {}
     takes_constraints = True
-    takes_changes = tuple(CHANGES)
+    takes_changes = CHANGES
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,7 +59,7 @@ class Decoder(ABC):
     """`max_tokens` of a request that gives none."""
     takes_constraints: ClassVar[bool] = False
     """Whether each token is drawn after all tokens before it, from logits that `Batch.grammars` masks."""
-    takes_changes: ClassVar[Sequence[str]] = ()
+    takes_changes: ClassVar[Collection[str]] = ()
     """Those of `contracts.CHANGES` that a request may have."""
     request_options: ClassVar[Sequence[str]] = ()
     """Options that a request may set."""

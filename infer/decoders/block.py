@@ -60,7 +60,7 @@ class BlockDecoder(Decoder):
     Config: ClassVar[type] = BlockConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {"strategy": "sequential"}
     # Which run of tokens a position ends is not known while those before it are masks.
-    takes_changes = tuple(name for name in CHANGES if name != "no_repeat_ngram_size")
+    takes_changes = CHANGES.keys() - {"no_repeat_ngram_size"}
     request_options: ClassVar[Sequence[str]] = REQUEST_OPTIONS
 
     @classmethod

@@ -85,7 +85,7 @@ class IsdDecoder(Decoder):
     Config: ClassVar[type] = IsdConfig
     kv_policy = KVWritePolicy(has_drafts=True)
     takes_constraints = True
-    takes_changes = tuple(CHANGES)
+    takes_changes = CHANGES
     request_options = ("stride",)
 
     @classmethod

@@ -40,13 +40,12 @@ class Adapter:
         return MASK_ROW in self.files
 
 
-def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semantics | None) -> Adapter:
-    """Check an adapter without its weights. `base` overrides adapter_config.json, `semantics`
-    idlm_config.json. Raises UserError IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612
-    (another base)."""
+def open_adapter(directory: Path, *, base: str | Path | None) -> Adapter:
+    """Check an adapter without its weights. `base` overrides adapter_config.json. Raises UserError IDLM-0302,
+    0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612 (another base)."""
     verify(directory, required=False)
     spec = AdapterSpec.load(directory)
-    meaning = Semantics.load(directory) if semantics is None else semantics
+    meaning = Semantics.load(directory)
     if not meaning.gated:
         raise UserError(
             "IDLM-0609",
@@ -87,7 +86,7 @@ def open_further(
         )
     found = []
     for name, folder in folders.items():
-        adapter = open_adapter(folder, base=first.base, semantics=None)
+        adapter = open_adapter(folder, base=first.base)
         mine, others = (dataclasses.asdict(one.semantics) for one in (adapter, first))
         differing = [
             f"{key}={value!r} (not {others[key]!r})"

@@ -85,9 +85,9 @@ class ConfigReader:
         self.problems.append(f"{name}={value!r} (must be a finite number above 0)")
         return 1.0
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """The field, or `default` if it is absent or null; False (and a problem) if it is unusable."""
-        value = self._value(name, default)
+    def flag(self, name: str) -> bool:
+        """The field; False if it is absent or null, and (with a problem) if it is unusable."""
+        value = self._value(name, False)
         if isinstance(value, bool):
             return value
         self.problems.append(f"{name}={value!r} (must be true or false)")

@@ -104,19 +104,18 @@ def read_outline(
     *,
     dtype: str | torch.dtype = "auto",
     mask_token_id: int | None = None,
-    semantics: Semantics | None = None,
     base: str | Path | None = None,
     adapters: Mapping[str, str] | None = None,
     rope_factor: float | None = None,
     shards: Shards = ALONE,
 ) -> Outline:
     """Check the directory `path`, a whole model or a gated adapter with its base, before weights are loaded.
-    `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the path of an
-    adapter's base. `adapters`: folders of further ones by name. `rope_factor`: see `extended` (None: the
-    checkpoint's own rotation). Raises UserError (IDLM-0302, 0303, 0600 to 0619, 0626)."""
+    `mask_token_id` overrides that of the checkpoint, and `base` the path of an adapter's base. `adapters`:
+    folders of further ones by name. `rope_factor`: see `extended` (None: the checkpoint's own rotation).
+    Raises UserError (IDLM-0302, 0303, 0600 to 0619, 0626)."""
     overridden = () if mask_token_id is None else ("mask_token_id",)
     try:
-        directory, opened = _open(Path(path), base, semantics, adapters or {}, overridden)
+        directory, opened = _open(Path(path), base, adapters or {}, overridden)
     except OSError as error:
         raise path_error("IDLM-0600", path, error, fix="give another model=, base= or adapters=") from error
     checkpoint.verify(directory, required=False)
@@ -126,8 +125,8 @@ def read_outline(
     spec = _with_possible_counts(family.spec(config), len(files))
     if spec.moe is not None and opened:
         moe.refuse("an adapter")
-    given = opened[0].semantics if opened else semantics
-    meaning = _semantics(directory, config, family, mask_token_id, given)
+    own = opened[0].semantics if opened else _own_semantics(directory, config, family)
+    meaning = _semantics(directory, config, family, mask_token_id, own)
     for adapter in opened or (None,):
         _check_meaning(meaning, spec, directory, adapter)
     names = family.tensor_names
@@ -186,14 +185,13 @@ def _with_possible_counts(spec: ModelSpec, num_tensors: int) -> ModelSpec:
 def _open(
     path: Path,
     base: str | Path | None,
-    semantics: Semantics | None,
     further: Mapping[str, str],
     overridden: tuple[str, ...],
 ) -> tuple[Path, tuple[Adapter, ...]]:
     """The directory of the whole model, and the adapters. `overridden`: fields of their semantics."""
     directory = checkpoint_directory(path)
     if checkpoint.is_adapter(directory):
-        adapter = open_adapter(directory, base=base, semantics=semantics)
+        adapter = open_adapter(directory, base=base)
         folders = {name: checkpoint_directory(folder) for name, folder in further.items()}
         return adapter.base, (adapter, *open_further(folders, adapter, ignored=overridden))
     if base is not None:
@@ -263,26 +261,26 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     return str(given), family
 
 
-def _semantics(
-    directory: Path,
-    config: dict[str, Any],
-    family: type[Family],
-    mask_token_id: int | None,
-    given: Semantics | None,
-) -> Semantics:
-    """The semantics of the directory, or `given`, or of the family; with the mask token of the user."""
-    has_file = (directory / SEMANTICS_FILE).is_file()
-    if given is None and not has_file and family.unknown_semantics is not None:
+def _own_semantics(directory: Path, config: dict[str, Any], family: type[Family]) -> Semantics:
+    """What a whole model, or else its family, states of itself."""
+    if (directory / SEMANTICS_FILE).is_file():
+        return Semantics.load(directory)
+    if family.unknown_semantics is not None:
         raise UserError(
             "IDLM-0605",
             f"{directory} does not determine how it decodes: {family.unknown_semantics}",
             fix=f"add {SEMANTICS_FILE} next to config.json, for an I-DLM model "
             '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
             'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
-            '"stop_token_ids": [151643, 151645]}; or pass semantics=Semantics(...)',
+            '"stop_token_ids": [151643, 151645]}',
         )
-    if given is None:
-        given = Semantics.load(directory) if has_file else family.semantics(config)
+    return family.semantics(config)
+
+
+def _semantics(
+    directory: Path, config: dict[str, Any], family: type[Family], mask_token_id: int | None, given: Semantics
+) -> Semantics:
+    """What the checkpoint states of itself, with the mask token of the user and the tokens of its edits."""
     has_own = given.draft_input is not None
     own = given.mask_token_id if has_own else config.get("mask_token_id")
     if None not in (mask_token_id, own) and mask_token_id != own:
@@ -300,7 +298,7 @@ def _semantics(
         raise UserError(
             "IDLM-0616",
             f"{directory} cannot decode as stated: {'; '.join(problems)}",
-            fix=f"correct {SEMANTICS_FILE} or the semantics= given, or restore config.json",
+            fix=f"correct {SEMANTICS_FILE}, or restore config.json",
         )
     return meaning
 

@@ -69,10 +69,12 @@ def test_parts_of_a_block_are_refused(checkpoint: Path, tmp_path: Path) -> None:
         build_engine(tmp_path, "block", sub_block_size=2, dual_cache=True)
 
 
-def test_blocks_of_another_size_are_refused(checkpoint: Path) -> None:
+def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    llada22(tmp_path)
     meaning = Semantics(causality="block", logit_shift=False, block_size=2 * BLOCK, mask_token_id=MASK)
+    meaning.save(tmp_path)
     with pytest.raises(UserError, match=r"IDLM-0617.*block_size=8 .*\(allowed: 4\)"):
-        load_model(checkpoint, device="cpu", semantics=meaning)
+        load_model(tmp_path, device="cpu")
 
 
 def test_tokens_of_edits_come_from_the_config_and_are_kept(checkpoint: Path, tmp_path: Path) -> None:
