@@ -23,6 +23,9 @@ PARAMS = [
     if each.name not in ("stop", "stop_token_ids", "constraint")
 ]
 """The sampling settings that ranks get: those that a device may need."""
+REQUEST = ("index", "max_length", "num_canvases", "num_steps", "num_computed")
+SCHEDULE = ("num_feed", "num_known", "samples", "num_rows", "mode")
+"""Fields of a request, and of a schedule, that ranks get as they are."""
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -42,21 +45,15 @@ def receive(connection: Connection) -> Message | None:
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
     """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, index, page) that
     lanes received."""
-    capacity = schedule.limits.capacity
     return {
+        **{name: getattr(schedule, name) for name in SCHEDULE},
         "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],
         "rewound": [
             [lane_of(request), request.num_computed] for request in (*schedule.preempted, *schedule.resumed)
         ],
         "pages": pages,
         "lanes": [lane_of(request) for request in schedule.requests],
-        "num_feed": schedule.num_feed,
-        "num_known": schedule.num_known,
-        "samples": schedule.samples,
-        "num_rows": schedule.num_rows,
-        "mode": schedule.mode,
-        "num_wanted": schedule.limits.num_wanted,
-        "capacity": None if capacity is None else dataclasses.asdict(capacity),
+        "limits": dataclasses.asdict(schedule.limits),
         "prompt_rows": None if schedule.prompt_rows is None else dataclasses.asdict(schedule.prompt_rows),
     }
 
@@ -66,32 +63,18 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
     updated in place.
 
     These requests hold only what a device needs: no text, and of the answer what was known at admission."""
-    admitted = [
-        Request(
-            **{
-                **fields,
-                "params": SamplingParams(**fields["params"]),
-                "stop_ids": frozenset(fields["stop_ids"]),
-            },
-            request_id="",
-        )
-        for fields in message["admitted"]
-    ]
+    admitted = [_request(fields) for fields in message["admitted"]]
     requests.update({lane_of(request): request for request in admitted})
     for lane, num_computed in message["rewound"]:
         requests[lane].num_computed = num_computed
+    num_wanted, capacity = message["limits"]["num_wanted"], message["limits"]["capacity"]
     return Schedule(
+        **{name: message[name] for name in SCHEDULE},
         requests=[requests[lane] for lane in message["lanes"]],
-        num_feed=message["num_feed"],
-        num_known=message["num_known"],
-        samples=message["samples"],
-        num_rows=message["num_rows"],
         scheduled_new_requests=admitted,
         resumed=[requests[lane] for lane, _ in message["rewound"]],
-        mode=message["mode"],
         limits=BlockLimits(
-            num_wanted=message["num_wanted"],
-            capacity=None if message["capacity"] is None else PassRows(**message["capacity"]),
+            num_wanted=num_wanted, capacity=None if capacity is None else PassRows(**capacity)
         ),
         prompt_rows=None if message["prompt_rows"] is None else PromptRows(**message["prompt_rows"]),
     )
@@ -99,6 +82,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
 
 def _request_message(request: Request) -> Message:
     return {
+        **{name: getattr(request, name) for name in REQUEST},
         "lane": lane_of(request),
         "prompt_ids": request.prompt_ids[: request.num_known],
         "token_ids": request.known_ids(
@@ -106,9 +90,9 @@ def _request_message(request: Request) -> Message:
         ),
         "stop_ids": sorted(request.stop_ids) if request.params.min_tokens else [],
         "params": {name: getattr(request.params, name) for name in PARAMS},
-        "index": request.index,
-        "max_length": request.max_length,
-        "num_canvases": request.num_canvases,
-        "num_steps": request.num_steps,
-        "num_computed": request.num_computed,
     }
+
+
+def _request(fields: Message) -> Request:
+    params, stop_ids = SamplingParams(**fields["params"]), frozenset(fields["stop_ids"])
+    return Request(**{**fields, "params": params, "stop_ids": stop_ids}, request_id="")
