@@ -99,7 +99,10 @@ class Layer(nn.Module, ABC):
             return getattr(self, name), getattr(self, f"{name}_bias"), None
         low = self.lora[name]
         assert isinstance(low, LowRank), f"{type(low)=}"
-        return low.stacked, low.bias, low.gated(gate)
+        lora = low.gated(gate)
+        if lora.a_XD is not None:
+            return getattr(self, name), getattr(self, f"{name}_bias"), lora
+        return low.stacked, low.bias, lora
 
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess

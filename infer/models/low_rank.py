@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from idlm.kernels.gated_lora import Gate, GatedLora
+from idlm.kernels.gated_lora import Gate, GatedLora, HostGroups
 
 
 class LowRank(nn.Module):
     """Gated LoRA of a fused projection, with an A and a B per part of each adapter (one for each of
     `scalings`), zero for a part without adapter. The projection's weight is stored before the A, so that one
-    product computes both."""
+    product computes both; where no kernel runs A has MASK rows alone, and a product of its own."""
 
     def __init__(
         self,
@@ -44,4 +44,6 @@ class LowRank(nn.Module):
         return a_LPrD[number, :, :rank], b_LEr[number, :, :rank]
 
     def gated(self, gate: Gate) -> GatedLora:
-        return GatedLora(b_Er=self.b_Er, gate=gate, sizes=self.sizes, scaling=self.scaling)
+        is_apart = isinstance(gate, HostGroups) and isinstance(self.stacked, Tensor)
+        a_XD = self.stacked[len(self.b_Er) // self.num_adapters :] if is_apart else None
+        return GatedLora(a_XD=a_XD, b_Er=self.b_Er, gate=gate, sizes=self.sizes, scaling=self.scaling)

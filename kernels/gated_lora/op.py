@@ -1,8 +1,8 @@
 """Gated LoRA of a fused projection: y += scaling * B h in MASK rows, where h = A x. Contract in README.md.
 
 R rows, E output width (of B: those of all adapters), F half of it for a SwiGLU, r rank, P parts of the
-projection, L adapters, X ranks of all parts and adapters (L P r), Y those of an adapter, M its rows, e its
-outputs."""
+projection, L adapters, X ranks of all parts and adapters (L P r), or of
+the parts of one, whose rows are M and whose outputs e."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ MAX_PARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedLora:
-    """Gated LoRA of a projection, the end of whose weight holds the A of all adapters, of all parts each;
-    fields as in `expand_add`."""
+    """Gated LoRA of a projection, the end of whose weight holds the A of all adapters, of all parts each, or
+    where no kernel runs, `a_XD`, so that it is computed for MASK rows alone; fields as in `expand_add`."""
 
+    a_XD: Tensor | None = None
     b_Er: Tensor
     gate: Gate
     sizes: tuple[int, ...]
@@ -55,7 +56,23 @@ def expand_add(
 
         run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling)
         return y_RE
-    _add(y_RE, gate, h_RX, b_Er, sizes, scaling)
+    lora = GatedLora(b_Er=b_Er, gate=gate, sizes=sizes, scaling=scaling)
+    rows = rows_of(gate)
+    for number, (rows_M, own_RX) in enumerate(zip(rows, h_RX.chunk(len(rows), 1), strict=True)):
+        h_MX = own_RX[rows_M]
+        if len(h_MX):
+            _add(y_RE, rows_M, number, h_MX, lora)
+    return y_RE
+
+
+def add_low_rank(y_RE: Tensor, x_RD: Tensor, lora: GatedLora) -> Tensor:
+    """`expand_add` where no kernel runs, of an adapter whose A are not in the projection's weight."""
+    assert lora.a_XD is not None and not runs_kernels(y_RE), f"{lora.a_XD=} {y_RE.device=}"
+    rows = rows_of(lora.gate)
+    for number, (rows_M, a_XD) in enumerate(zip(rows, lora.a_XD.chunk(len(rows)), strict=True)):
+        x_MD = x_RD[rows_M]
+        if len(x_MD):
+            _add(y_RE, rows_M, number, library_linear(x_MD, a_XD), lora)
     return y_RE
 
 
@@ -69,35 +86,22 @@ def expand_swiglu(y_RE: Tensor, gate: Gate, h_RX: Tensor, b_Er: Tensor, *, scali
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
         run_expand(y_RE, gate, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
         return out_RF
-    y_RE = y_RE.clone()
-    _add(y_RE, gate, h_RX, b_Er, sizes, scaling)
-    gate_RF, up_RF = y_RE.chunk(2, dim=-1)
+    gate_RF, up_RF = expand_add(y_RE.clone(), gate, h_RX, b_Er, sizes=sizes, scaling=scaling).chunk(2, dim=-1)
     return F.silu(gate_RF).mul_(up_RF)
 
 
-def _add(
-    y_RE: Tensor,
-    gate: Gate,
-    h_RX: Tensor,
-    b_Er: Tensor,
-    sizes: tuple[int, ...],
-    scaling: float | Tensor,
-) -> None:
-    """`expand_add` by the library, over the MASK rows alone."""
-    rows, rank = rows_of(gate), b_Er.shape[1]
-    owns = zip(rows, h_RX.chunk(len(rows), 1), b_Er.chunk(len(rows)), strict=True)
-    for number, (rows_M, h_RY, b_er) in enumerate(owns):
-        h_MY = h_RY[rows_M]
-        if len(h_MY) == 0:
-            continue
-        parts = zip(h_MY.split(rank, dim=1), b_er.split(sizes), strict=True)
-        gains = [library_linear(h_Mr, b_er) for h_Mr, b_er in parts]
-        gain_ME = gains[0] if len(gains) == 1 else torch.cat(gains, dim=1)
-        gain_ME.mul_(scaling[number] if isinstance(scaling, Tensor) else scaling)
-        if isinstance(rows_M, slice):
-            y_RE[rows_M].add_(gain_ME)
-        else:
-            y_RE.index_add_(0, rows_M, gain_ME)
+def _add(y_RE: Tensor, rows_M: slice | Tensor, number: int, h_MX: Tensor, lora: GatedLora) -> None:
+    """Add scaling * B h of an adapter, by the library, to its rows of `y_RE`."""
+    rank, scaling = lora.b_Er.shape[1], lora.scaling
+    b_er = lora.b_Er.unflatten(0, (-1, y_RE.shape[1]))[number]
+    parts = zip(h_MX.split(rank, dim=1), b_er.split(lora.sizes), strict=True)
+    gains = [library_linear(h_Mr, b_er) for h_Mr, b_er in parts]
+    gain_ME = gains[0] if len(gains) == 1 else torch.cat(gains, dim=1)
+    gain_ME.mul_(scaling[number] if isinstance(scaling, Tensor) else scaling)
+    if isinstance(rows_M, slice):
+        y_RE[rows_M].add_(gain_ME)
+    else:
+        y_RE.index_add_(0, rows_M, gain_ME)
 
 
 def _check(

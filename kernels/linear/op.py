@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.backend import computes, has_pdl, library_linear
-from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
+from idlm.kernels.gated_lora import GatedLora, add_low_rank, expand_add, expand_swiglu
 from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu
 
@@ -35,12 +35,12 @@ class Linears:
     def linear(
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
-        """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
-        changes no bit of the others."""
+        """x W^T (+ bias), [R, E]. `lora`, whose A are its own or the last rows of the weight, is added to
+        MASK rows and changes no bit of the others."""
         launch = self._launch(x_RD, weight_ED, lora, gated=False) if computes(x_RD) else None
         y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
-        if lora is None:
-            return y_RE
+        if lora is None or lora.a_XD is not None:
+            return y_RE if lora is None else add_low_rank(y_RE, x_RD, lora)
         y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
         return expand_add(y_RE, lora.gate, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
 
@@ -48,6 +48,8 @@ class Linears:
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
+        if lora is not None and lora.a_XD is not None:
+            return swiglu(self.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora))
         launch = self._launch(x_RD, weight_ED, lora, gated=True) if computes(x_RD) else None
         if lora is None or self._adds(launch, weight_ED, lora):
             return linear_swiglu(
