@@ -65,9 +65,12 @@ class TokenOffsets:
 
 
 def prompt_offsets(tokenizer: Any, prompt: str | list[int], token_ids: list[int]) -> list[int]:
-    """The positions of a prompt's tokens in it; what the tokenizer has put in front of a text is not
-    there."""
-    prefix = [] if tokenizer is None or not isinstance(prompt, str) else added_prefix(tokenizer)
-    num_before = len(prefix) if token_ids[: len(prefix)] == prefix else 0
+    """The positions of a prompt's tokens in it; what the tokenizer has put in front of a text is not there,
+    unless the text spells it."""
+    num_before = 0
+    if tokenizer is not None and isinstance(prompt, str):
+        prefix = added_prefix(tokenizer)
+        is_added = token_ids[: len(prefix)] == prefix and not prompt.startswith(plain_text(tokenizer, prefix))
+        num_before = len(prefix) if is_added else 0
     positions = TokenOffsets(tokenizer, shows_hidden=True)
     return [0] * num_before + positions.push(token_ids[num_before:])

@@ -275,9 +275,11 @@ def added_prefix(tokenizer: Any) -> list[int]:
 
 
 def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text with the tokenizer's prefix, such as bos, and no suffix."""
+    """Return the ids of each text with the tokenizer's prefix, such as bos, once where a text spells it (a
+    chat that is rendered already), and no suffix."""
     prefix = added_prefix(tokenizer)
-    return [prefix + ids for ids in _encode_each(tokenizer, texts)]
+    encoded = _encode_each(tokenizer, texts)
+    return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in encoded]
 
 
 def _encode_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -33,10 +33,8 @@ class EngineRequests:
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, with the tokenizer's special tokens unless the chat template wrote them."""
-        tokenizer, bos = self.engine.tokenizer, self.engine.tokenizer.bos_token
-        # A text that spells its beginning gets no second one.
-        wanted = not (self.is_chat or (bos and text.startswith(bos)))
-        wanted = wanted if add_special_tokens is None else add_special_tokens
+        tokenizer = self.engine.tokenizer
+        wanted = not self.is_chat if add_special_tokens is None else add_special_tokens
         return encode_bare(tokenizer, [text])[0] if wanted else encode_text(tokenizer, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:

@@ -185,6 +185,7 @@ def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
     assert byte_level.decode(thinking).endswith("assistant\n<think></think>")
     bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
+    assert tokens.encode_prompt(task_tokenizer, "<bos>Lea has 9.", template="none") == bare
     with pytest.raises(UserError, match="IDLM-0218"):
         tokens.encode_prompt(byte_level, "")
     texts = ["Hi", "Lea has 9 shells. " * 20, "é 🙂"]

@@ -13,9 +13,10 @@ from idlm.errors import UserError
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies.choices import ChatReply, CompletionReply, TokenTexts
+from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
-from idlm.text.tokenizer import encode_messages, encode_text, load_tokenizer, special_token_ids
+from idlm.text.tokenizer import encode_messages, encode_prompt, encode_text, load_tokenizer, special_token_ids
 from tests.small_tokenizers import CHATML, TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
 SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}
@@ -62,6 +63,14 @@ def test_places_count_characters(tokenizer: Any) -> None:
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         last = len(answer_text(tokenizer, ids[-1:])) or len(tokenizer.eos_token)
         assert prompt_offsets(tokenizer, prompt, ids)[-1] == len(prompt) - last
+
+
+def test_what_the_tokenizer_puts_in_front_takes_a_place_where_the_text_spells_it(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for prompt, offsets in (("<bos>Lea 9", [0, 5]), ("Lea 9", [0, 0])):
+        ids = encode_prompt(tokenizer, prompt, template="none")
+        assert prompt_offsets(tokenizer, prompt, ids)[:2] == offsets
 
 
 def completion(texts: TokenTexts, events: list[AnswerEvent], **body: Any) -> list[dict[str, Any]]:
