@@ -168,9 +168,13 @@ def opened(bench: str, options: dict[str, str], *, block_size: int | None = None
 
 
 def model_of(options: dict[str, str], *, block_size: int | None = None) -> LoadedModel:
-    """The random model of a benchmark's `model`, `device` and `dtype`; prints how long it took."""
+    """The random model of a benchmark's `model`, `device`, `dtype` and, if it has them, `layers`; prints how
+    long it took."""
     start, name, dtype = time.perf_counter(), options["model"], DTYPES[options["dtype"]]
-    model = random_model(name, device=options["device"], dtype=dtype, block_size=block_size)
+    layers = int(options.get("layers") or 0) or None
+    model = random_model(
+        name, device=options["device"], dtype=dtype, block_size=block_size, num_layers=layers
+    )
     print(f"random weights of {name} after {time.perf_counter() - start:.1f} s", flush=True)
     return model
 

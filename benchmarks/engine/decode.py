@@ -4,7 +4,7 @@
         [arms=branch_3/8,cold/4,adaptive/8] [adapters=0,128] [draft_input=mask|uniform]
         [several=3] [penalties=true]
         [sampling=T1|greedy|qwen3] [trace=p0.78,p0.90] [parts=sweep,deterministic] [rounds=2] [tokens=48]
-        [least=256] [record=true]
+        [least=256] [layers=] [record=true]
 
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape,
 every sequence in mid-answer. A load is so many sequences by the tokens of their contexts, an arm
@@ -43,7 +43,7 @@ DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 "
     "loads=1x1024,64x1024,4x1024,16x1024,256x1024,128x1024,32x1024,32x8192,64x8192 arms= adapters=0,128 "
     "several=1 penalties=false parts=sweep,deterministic draft_input=mask sampling=T1 trace=p0.78,p0.90 "
-    "rounds=2 tokens=48 least=256 record=true"
+    "rounds=2 tokens=48 least=256 layers= record=true"
 )
 ARMS = {
     ("branch_3", 8): (1, 4),
@@ -98,7 +98,8 @@ class Bench(models.Bench):
             yield Load(concurrency, context, num_tokens, SAMPLING[self.options["sampling"]])
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        self.report.add({**case, "sampling": self.options["sampling"]}, metric, value, unit, **more)
+        layers = {"layers": self.number("layers")} if self.options["layers"] else {}
+        self.report.add({**case, **layers, "sampling": self.options["sampling"]}, metric, value, unit, **more)
 
 
 def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
