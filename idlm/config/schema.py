@@ -223,7 +223,9 @@ def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: t
 def _misfit(value: Any, annotation: Any, key: str) -> str:
     given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
     has_path = any(is_schema(member) and "path" in fields_of(member) for member in members(annotation))
+    is_mapping = any(dict in (member, typing.get_origin(member)) for member in members(annotation))
     hint = f"; did you mean {key}.path={value}?" if has_path and isinstance(value, str) else ""
+    hint = f"; write {key}.NAME={value}" if is_mapping and isinstance(value, str) else hint
     literals = [typing.get_args(one) for one in members(annotation) if typing.get_origin(one) is Literal]
     hint = did_you_mean(value, map(str, sum(literals, ()))) if literals else hint
     return f"{key}: got {given}, expected {describe_type(annotation)}{hint}"

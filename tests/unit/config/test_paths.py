@@ -95,6 +95,8 @@ def test_a_home_is_the_same_folder_for_every_path(tmp_path: Path, monkeypatch: p
     mine = pwd.getpwuid(os.getuid())
     config = compose("train", TrainConfig, [f"output_dir=~{mine.pw_name}/out", "data.path=a~/b"])
     assert (config.output_dir, config.data.path) == (f"{mine.pw_dir}/out", "a~/b")
+    with pytest.raises(UserError, match=r"adapters: got '/l' \(text\), .*; write adapters.NAME=/l"):
+        compose("generate", GenerateConfig, ["adapters=/l"])
     with pytest.raises(UserError, match=r"(?s)output_dir: ~unknown-user .*write \./~unknown-user/out"):
         compose("train", TrainConfig, ["output_dir=~unknown-user/out"])
     # A run of a version that left the home as it was written.
