@@ -69,7 +69,7 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         ("train.stages", "[{stride: 0, fraction: 1.0}]"),
         ("train.steps", 0),
         ("plan.num_gpus", 0),
-        ("export.dtype", "float8"),
+        ("plan.gpu", "H99"),
         ("train.deepspeed", "/nope.json"),
         ("data.path", "mine.jsonl"),
         ("data", "{source: jsonl, path: ''}"),
