@@ -219,7 +219,7 @@ class Forbidden(TorchDispatchMode):
 
 
 STATIC: list[dict[str, Any]] = [
-    *({name: THIN.get(name, {}) for name in stack} for stack in STACKS),
+    *({name: THIN.get(name, {}) for name in stack} for stack in STACKS if len(stack) == 1),
     *TOY_STACKS[2:4],
     FOCUS[1],
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import idlm.publish as publishing
-from idlm.checkpoint import MANIFEST, read_json, recover, verify
+from idlm.checkpoint import MANIFEST, manifest_text, read_json, recover, verify
 from idlm.errors import UserError
 from idlm.publish import publish
 
@@ -224,6 +225,19 @@ def test_every_flipped_bit_and_every_truncation_is_refused(tmp_path: Path) -> No
         assert str(path) in caught.value.message
         path.write_bytes(good)
     verify(target)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "a/../../secret", "", ".", "a//b", "./a.bin", "nul\0"]
+)
+def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "model"
+    save(target, {"a.bin": "abc"})
+    files = json.loads((target / MANIFEST).read_text())["files"]
+    (target / MANIFEST).write_text(manifest_text(files | {name: files["a.bin"]}))
+    with pytest.raises(UserError, match="not a plain path") as caught:
+        verify(target)
+    assert caught.value.code == "IDLM-0302"
 
 
 @pytest.mark.parametrize("victim", ["a.bin", "sub", MANIFEST])

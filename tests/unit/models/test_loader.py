@@ -161,6 +161,19 @@ def test_the_folder_of_a_run_that_is_not_finished_is_named(checkpoint: Path) -> 
     refused(checkpoint, "IDLM-0600", "has no config.json: its run of idlm-train is not finished", "again")
 
 
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "x.bin", 3]
+)
+def test_an_index_cannot_point_outside_the_directory(checkpoint: Path, name: Any) -> None:
+    shard(checkpoint)
+    save_file({"model.norm.weight": torch.zeros(8)}, checkpoint.parent / "x.safetensors")
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    refused(checkpoint, "IDLM-0607", repr(str(name)))
+
+
 @pytest.mark.parametrize("assigned", ["a-1.safetensors", "a-2.safetensors"])
 def test_a_tensor_comes_from_the_shard_that_the_index_names(checkpoint: Path, assigned: str) -> None:
     """A copy of it in another shard, which may come before or after, is left out."""
