@@ -132,6 +132,21 @@ def gathered(
     return (cached_XKH.to(torch.float32) * scale_K[:, None]).to(dtype)
 
 
+@contextlib.contextmanager
+def one_thread(*, is_few: bool) -> Iterator[None]:
+    """Within it products of few rows on a CPU wake no threads, which takes longer than small ones do: 2 rows
+    by 72 x 576 take 10 us on one thread, and 50 with two that sleep (an AMD with AVX2)."""
+    if not is_few:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def library_linear(
     x_RD: Tensor,
     weight_ED: Tensor,

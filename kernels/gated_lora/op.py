@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import library_linear, runs_kernels
+from idlm.kernels.backend import library_linear, one_thread, runs_kernels
 from idlm.kernels.gated_lora.types import Gate, gate_of, num_adapters_of, rows_of
 
-MAX_PARTS = 3
+MAX_PARTS, FEW_ROWS = 3, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,8 @@ def add_low_rank(y_RE: Tensor, x_RD: Tensor, lora: GatedLora) -> Tensor:
     for number, (rows_M, a_XD) in enumerate(zip(rows, lora.a_XD.chunk(len(rows)), strict=True)):
         x_MD = x_RD[rows_M]
         if len(x_MD):
-            _add(y_RE, rows_M, number, library_linear(x_MD, a_XD), lora)
+            with one_thread(is_few=len(x_MD) <= FEW_ROWS):
+                _add(y_RE, rows_M, number, library_linear(x_MD, a_XD), lora)
     return y_RE
 
 
