@@ -51,14 +51,15 @@ demo: $(VENV)/.demo-$(KEY)
 # is sampled.
 SMOLLM2 := outputs/smollm2_base
 ADAPTER = $(firstword $(wildcard outputs/smollm2_lora recipes/assets/smollm2_lora))
-# Most CPUs multiply several rows in 16 bits one after the other.
-CPU_DTYPE = $(shell command -v nvidia-smi >/dev/null || echo dtype=float32)
+# Most CPUs multiply several rows in 16 bits one after the other, and each row takes time of a pass.
+CPU_OPTIONS := dtype=float32 decoder=isd decoder.stride=3 decoder.rejection_strategy=alternate
+CPU_ONLY = $(shell command -v nvidia-smi >/dev/null || echo $(CPU_OPTIONS))
 # Alone on the machine, threads may spin: waking them takes longer than small products.
 chat: $(VENV)/.demo-$(KEY) | $(SMOLLM2)/config.json
-	@env -u OMP_WAIT_POLICY $(RUN) -m idlm.infer.clients.chat sampling.temperature=0 model=$(ADAPTER) base=$(SMOLLM2) $(CPU_DTYPE)
+	@env -u OMP_WAIT_POLICY $(RUN) -m idlm.infer.clients.chat sampling.temperature=0 model=$(ADAPTER) base=$(SMOLLM2) $(CPU_ONLY)
 
 page: $(VENV)/.serve-$(KEY) | $(SMOLLM2)/config.json
-	@env -u OMP_WAIT_POLICY $(RUN) -m idlm.infer.cli.serve model=$(ADAPTER) base=$(SMOLLM2) $(CPU_DTYPE)
+	@env -u OMP_WAIT_POLICY $(RUN) -m idlm.infer.cli.serve model=$(ADAPTER) base=$(SMOLLM2) $(CPU_ONLY)
 
 $(SMOLLM2)/config.json: | $(VENV)/.demo-$(KEY)
 	@$(RUN) recipes/smollm2.py $(SMOLLM2)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.real model=PATH base=PATH sets=chat:chat.jsonl,code:code.jsonl [arm=NAME]
         [parts=acceptance,clean,tasks,law,speed] [tasks=tasks.jsonl.gz] [num=0] [max_tokens=256]
-        [temperatures=0,1] [strategy=] [concurrency=1,8,32] [prompts=24] [draws=96] [record=true]
+        [temperatures=0,1] [strategy=] [stride=] [concurrency=1,8,32] [prompts=24] [draws=96] [record=true]
 
 `model` is a checkpoint, or an adapter of `base`. `sets` are files of prompts as of idlm-bench, of which the
 first `num` count (0: all), and the first set is that of all parts but `acceptance`:
@@ -46,8 +46,8 @@ Sets = dict[str, list[Any]]
 Tokens = Sequence[tuple[int, ...]]
 OPTIONS = defaults(
     "model= base= arm= parts=acceptance,clean,tasks,law,speed sets= tasks= num=0 max_tokens=256 "
-    "temperatures=0,1 strategy= concurrency=1,8,32 rounds=3 prompts=24 draws=96 batch=256 max_length=1024 "
-    "deterministic=true device=auto dtype=auto record=false"
+    "temperatures=0,1 strategy= stride= concurrency=1,8,32 rounds=3 prompts=24 draws=96 batch=256 "
+    "max_length=1024 deterministic=true device=auto dtype=auto record=false"
 )
 BASE = "base"
 FIRST_TOKENS, MAX_ERRORS = 8, 3.0
@@ -72,10 +72,12 @@ def is_adapter(options: Options) -> bool:
 def opened(options: Options, decoder: str, **settings: Any) -> AbstractContextManager[Engine]:
     """An engine of the model, or with `decoder=base` one of the base, which AR decodes. Its pages hold a
     batch and no more, so that another has room on the device."""
-    own = {"base": options["base"]} if decoder != BASE and is_adapter(options) else {}
+    own: dict[str, Any] = {"base": options["base"]} if decoder != BASE and is_adapter(options) else {}
     model = options["base"] if decoder == BASE else options["model"]
     if decoder == "isd" and options["strategy"]:
         own["rejection_strategy"] = options["strategy"]
+    if decoder == "isd" and options["stride"]:
+        own["stride"] = int(options["stride"])
     length = int(options["max_length"])
     pages = (int(options["batch"]) + 1) * math.ceil(length / PAGE)
     name = "ar" if decoder == BASE else decoder
@@ -250,6 +252,7 @@ def speed(report: Report, options: Options, sets: Sets) -> None:
                 ]
                 case = {"arm": options["arm"], "device": device, "concurrency": concurrency}
                 case |= {"temperature": temperature, "strategy": options["strategy"] or "default"}
+                case |= {"stride": int(options["stride"])} if options["stride"] else {}
                 theirs, ours = (statistics.median(column) for column in zip(*rounds, strict=True))
                 ratio = statistics.median(mine / other for other, mine in rounds)
                 report.add(case, "speed_over_ar", ratio, "x")
