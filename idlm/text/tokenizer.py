@@ -159,9 +159,15 @@ def stop_token_ids(
     return tuple(sorted({*listed, *own}))
 
 
-def encode_prompt(tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto") -> list[int]:
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str,
+    *,
+    template: Literal["auto", "none"] = "auto",
+    max_tokens: int | None = None,
+) -> list[int]:
     """Return the ids of `prompt`, as `encode_prompts` does."""
-    return encode_prompts(tokenizer, [prompt], template=template, max_tokens=None)[0]
+    return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
 
 
 def encode_prompts(
