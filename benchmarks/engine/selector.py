@@ -1,17 +1,25 @@
-"""What a selector of drafts gains in tokens per forward pass.
+"""What a selector of drafts gains in tokens per forward pass, and its share of a step.
 
     python -m benchmarks.selector model=PATH [task=ledger] [level=p4] [prompts=FILE] [num=64]
         [temperature=1.0] [strategies=cold,branch] [stride=] [max_tokens=256] [device=auto] [record=true]
+    python -m benchmarks.selector shape=qwen3-8b [loads=1x1024,64x1024] [strategies=alternate] [stride=8]
+        [trace=p0.78] [rounds=3] [tokens=192] [record=true]
 
 `tokens_per_forward_gain`: a checkpoint with a selector, whose engine draws the drafts with it and without, on
-the same prompts (of a task, or as of idlm-bench)."""
+the same prompts (of a task, or as of idlm-bench). `step_share`: random weights of a true shape on one GPU,
+with the verdicts of a trace; what the selector adds to a step, over the step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import Report, defaults, parse_options, start
+import torch
+
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
+from benchmarks.engine.decoding.replay import trace_of
+from benchmarks.models import random_model
+from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.infer.clients.loads import load_prompts
 from idlm.infer.engine import Engine
@@ -19,14 +27,19 @@ from idlm.infer.evaluation.evaluate import task_samples
 from idlm.tasks import TASKS
 
 DEFAULTS = defaults(
-    "model= task=ledger level=p4 prompts= num=64 temperature=1.0 strategies=cold,branch stride= "
-    "max_tokens=256 device=auto record=false"
+    "model= shape= task=ledger level=p4 prompts= num=64 temperature=1.0 strategies=cold,branch stride= "
+    "max_tokens=256 device=auto loads=1x1024,64x1024 trace=p0.78 rounds=3 tokens=192 record=false"
 )
 
 
 def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS)
     report = Report("selector", options)
+    (step_share if options["shape"] else gain)(report, options)
+    return report.status
+
+
+def gain(report: Report, options: dict[str, str]) -> None:
     num = int(options["num"])
     if options["prompts"]:
         prompts = load_prompts(options["prompts"])[:num]
@@ -57,7 +70,29 @@ def measure(arguments: list[str]) -> int:
         case |= {"model": Path(options["model"]).name}
         report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)
         report.add(case, "tokens_per_forward", found[True], "tokens", baseline=found[False])
-    return report.status
+
+
+def step_share(report: Report, options: dict[str, str]) -> None:
+    device, stride = options["device"].replace("auto", "cuda"), int(options["stride"] or 8)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    model = random_model(options["shape"], device=device, dtype=dtype)
+    for word in options["loads"].split(","):
+        concurrency, context = numbers(word.replace("x", ","))
+        load = Load(concurrency, context, int(options["tokens"]), SAMPLING["T1"])
+        for strategy in options["strategies"].split(","):
+            found = list[Measured]()
+            engines = list[SteadyEngine]()
+            for draws in (False, True):
+                arm = Arm(name=f"selector={draws}", strategy=strategy, stride=stride, selector=draws)
+                engines.append(SteadyEngine(model, arm, load, trace_of(options["trace"], stride)))
+                found.append(Measured(arm=arm, load=load, width=0))
+            for _ in range(int(options["rounds"])):
+                for engine, measured in zip(engines, found, strict=True):
+                    engine.measure(measured)
+            plain, selected = (measured.step_ms() for measured in found)
+            case = {"shape": options["shape"], "strategy": strategy, "stride": stride, "context": context}
+            share = (selected - plain) / plain
+            report.add(case | {"concurrency": concurrency}, "step_share", share, "share")
 
 
 if __name__ == "__main__":

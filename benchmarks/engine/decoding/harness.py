@@ -20,6 +20,7 @@ from benchmarks.models import assembled, free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer.decoders.base import DECODERS, max_rows
+from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk
@@ -27,6 +28,7 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.infer.models.low_rank import LowRank
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
+from idlm.selector import SELECTOR_WIDTH, PathWeights
 
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
@@ -93,6 +95,8 @@ class Arm:
     warmup: Literal["auto", "full", "off"] = "off"
     penalised: bool = False
     """Whether requests have `PENALTIES`."""
+    selector: bool = False
+    """Whether drafts come from a selector of random weights."""
 
     @property
     def settling_tokens(self) -> int:
@@ -277,6 +281,10 @@ class SteadyEngine:
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineParts:
     chosen = DECODERS.get(arm.decoder)
     decoder = chosen(chosen.Config(**arm.decoder_options()), model.semantics)
+    if arm.selector:
+        shapes = (model.spec.vocab_size, SELECTOR_WIDTH), (SELECTOR_WIDTH, model.spec.width)
+        weights = (torch.randn(*shapes[i], device=model.device).to(model.dtype) for i in (0, 0, 1))
+        decoder.selector = PathSelector(PathWeights(*weights), model.trunk)
     lane_pages = -(-(max_length - 1 + max_rows(decoder, max_length)) // PAGE_SIZE)
     captures = arm.graphs and model.device.type == "cuda"
     parts = assembled(

@@ -32,6 +32,10 @@ RUNS = {
         TINY + "context=64 rounds=1 passes=10 block=8 batch=1 parts=gate,throughput",
         {"full_budget_error", "throughput_over_full_block", "rows_per_token"},
     ),
+    "engine.selector": (
+        "shape=tiny loads=2x32 tokens=8 rounds=1 stride=4 strategies=cold device=cpu",
+        {"step_share"},
+    ),
     "engine.canvas_cache": (
         TINY + "canvas=48 answer=24 block=8 passes=3 blocks=2 rounds=1 caches=dual,prefix,delayed",
         {"step_ms", "refresh_ms", "speedup_over_none", "agreement_with_none"},
