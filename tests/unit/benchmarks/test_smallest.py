@@ -33,7 +33,7 @@ RUNS = {
         {"full_budget_error", "throughput_over_full_block", "rows_per_token"},
     ),
     "engine.selector": (
-        "shape=tiny loads=2x32 tokens=8 rounds=1 stride=4 strategies=cold device=cpu",
+        "shape=tiny loads=2x32 tokens=8 rounds=1 stride=4 strategies=cold device=cpu record=true",
         {"step_share"},
     ),
     "engine.canvas_cache": (
