@@ -1,9 +1,9 @@
-"""Record a turn of `idlm-chat`, and the same turn by AR, as docs/plots/chat.svg.
+"""Record a turn of `idlm-chat`, and the same turn by AR, as docs/plots/NAME.svg.
 
-    python -m docs.figures.chat MODEL TURN [BASE]
+    python -m docs.figures.chat NAME MODEL TURN [BASE [stride=3 rejection_strategy=alternate]]
 
-MODEL is a converted checkpoint, or an adapter of BASE. Tokens that one pass emitted together have one colour,
-as in the chat. Times are those of this machine.
+MODEL is a converted checkpoint, or an adapter of BASE; what follows are options of the decoder. Tokens that
+one pass emitted together have one colour, as in the chat. Times are those of this machine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 
 from idlm.contracts import SamplingParams
@@ -22,7 +24,7 @@ from idlm.infer.cli.config import EngineArguments
 from idlm.infer.clients.chat import Chat, EngineAnswerer
 from idlm.infer.clients.view import TerminalView
 
-PATH = Path(__file__).parents[1] / "plots" / "chat.svg"
+FOLDER = Path(__file__).parents[1] / "plots"
 WIDTH, MAX_TOKENS = 88, 160
 
 
@@ -41,12 +43,12 @@ class RecordingView(TerminalView):
         raise EOFError
 
 
-def record(model: str, base: str | None, turn: str) -> str:
+def record(model: str, turn: str, base: str | None, options: dict[str, Any]) -> str:
     """The SVG of a chat of one turn and its comparison with AR."""
     # Most CPUs multiply several rows in 16 bits one after the other.
     dtype = "auto" if torch.cuda.is_available() else "float32"
-    settings = {"max_num_seqs": 1, "max_length": 1024, "dtype": dtype}
-    arguments = EngineArguments(model=model, decoder=None, settings=settings | {"base": base}, options={})
+    settings = {"max_num_seqs": 1, "max_length": 1024, "dtype": dtype, "base": base}
+    arguments = EngineArguments(model=model, decoder=None, settings=settings, options=options)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     answerer = EngineAnswerer(arguments.load(), arguments)
     # The first answer of an engine takes longer.
@@ -59,5 +61,7 @@ def record(model: str, base: str | None, turn: str) -> str:
 
 
 if __name__ == "__main__":
-    model, turn, *rest = sys.argv[1:]
-    PATH.write_text(record(model, rest[0] if rest else None, turn), encoding="utf-8")
+    name, model, turn, *rest = sys.argv[1:]
+    base = rest[0] if rest else None
+    options = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in rest[1:])}
+    (FOLDER / f"{name}.svg").write_text(record(model, turn, base, options), encoding="utf-8")
