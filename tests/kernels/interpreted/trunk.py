@@ -136,7 +136,7 @@ def test_fixed_splits_follow_the_weight_alone(E: int, D: int, gated: bool) -> No
 
 
 def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
-    from idlm.kernels.qkv_rope_cache.op import plain_qkv_rope_cache
+    from idlm.kernels.qkv_rope_cache.op import plain_qkv_rope_cache, rope_tables
 
     generator = torch.Generator().manual_seed(0)
     qkv = 30 * torch.randn(5, 8, 16, generator=generator)
@@ -152,8 +152,8 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
         k_scale_K=scales[0],
         v_scale_K=scales[1],
     )
-    angles = (positions[:, None].float() * inv_freq)[:, None]
-    q_plain = plain_qkv_rope_cache(rows, *plain, (angles.cos(), angles.sin()), slots, None, scales)
+    tables = rope_tables(positions, inv_freq, scaling=1.0, dtype=rows.dtype)
+    q_plain = plain_qkv_rope_cache(rows, *plain, tables, slots, None, scales)
     torch.testing.assert_close(q, q_plain)
     for mine, theirs in zip(found, plain, strict=True):
         mine, theirs = mine.float(), theirs.float()

@@ -218,8 +218,10 @@ def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> No
     assert np.array_equal(
         sample.token_ids[~sample.supervised], encode_prompt(tokenizer, "Sam has 1", template="none")
     )
+    spelt = encoder.pair("<bos>Sam has 1", "1-1=0", origin="here")
+    assert np.array_equal(spelt.token_ids, sample.token_ids)
     with pytest.raises(UserError, match=r"IDLM-0228.*here begins with two bos"):
-        encoder.pair("<bos>Sam has 1", "1-1=0", origin="here")
+        encoder.pair("<bos><bos>Sam has 1", "1-1=0", origin="here")
 
 
 def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
