@@ -238,8 +238,8 @@ def _trained_and_held_out(config: TrainConfig) -> str | None:
     if config.eval.path is None:
         return None
     held_out = held_out_config(config.data, config.eval.path, config.eval.split)
-    trained = {file for part in config.data.parts() for file in _files(part)}
-    both = sorted(str(file) for file in trained & _files(held_out))
+    trained = {file.resolve() for part in config.data.parts() for file in _files(part)}
+    both = sorted(str(file) for file in trained.intersection(map(Path.resolve, _files(held_out))))
     if not both:
         return None
     return (
@@ -251,9 +251,10 @@ def _trained_and_held_out(config: TrainConfig) -> str | None:
 
 def _other_splits(data: DataConfig) -> str | None:
     """Files of a folder that its clone from a hub has for tests."""
-    folder = Path(data.path or "").expanduser().resolve()
-    files = _files(data) if folder.is_dir() else set()
-    others = sorted(str(file) for file in files if _FOR_TESTS.search(str(file.relative_to(folder))))
+    folder = Path(data.path or "")
+    files = _files(data) if folder.is_dir() else ()
+    # A cache of a hub links to files without names.
+    others = [str(file) for file in files if _FOR_TESTS.search(str(file.relative_to(folder)))]
     if not others or len(others) == len(files):
         return None
     return (
@@ -262,11 +263,11 @@ def _other_splits(data: DataConfig) -> str | None:
     )
 
 
-def _files(data: DataConfig) -> set[Path]:
+def _files(data: DataConfig) -> tuple[Path, ...]:
     """The files of one source; none where it is no source of files or has none."""
     if data.source not in SUFFIXES or not data.path:
-        return set()
+        return ()
     try:
-        return {file.resolve() for file in find_files(data.path, SUFFIXES[data.source])}
+        return find_files(data.path, SUFFIXES[data.source])
     except UserError:
-        return set()
+        return ()

@@ -119,7 +119,9 @@ def test_files_for_tests_in_a_folder_that_is_trained_on_are_named(
 ) -> None:
     for name in names:
         (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "clone" / name).write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+        # As in a cache of a hub.
+        (tmp_path / f"{len(name)}.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+        (tmp_path / "clone" / name).symlink_to(tmp_path / f"{len(name)}.jsonl")
     config = config_of(tmp_path, tmp_path / "out", **{"data.path": tmp_path / path})
     found = run_warnings(config, small_config("qwen3"), LENGTHS)
     assert len(found) == (named is not None)
