@@ -160,11 +160,7 @@ def stop_token_ids(
 
 
 def encode_prompt(
-    tokenizer: Any,
-    prompt: str,
-    *,
-    template: Literal["auto", "none"] = "auto",
-    max_tokens: int | None = None,
+    tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", max_tokens: int | None = None
 ) -> list[int]:
     """Return the ids of `prompt`, as `encode_prompts` does."""
     return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
@@ -201,7 +197,7 @@ def encode_messages(
     """Return the ids of a conversation that the assistant is to continue. With `split_special_tokens` only
     the template's own special tokens and marks of turns are tokens; those that messages, tools and
     `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens` as
-    in `encode_prompt`."""
+    in `encode_prompts`."""
 
     def rendered(given: Any) -> str:
         messages, tools, extra = given

@@ -232,11 +232,10 @@ class Service:
             body.check()
             self.check_model(body.model)
             yield
-        except (ApiError, UserError) as error:
-            found = (
-                error if isinstance(error, ApiError) else from_user_error(error, prompt_field=prompt_field)
-            )
-            raise body.named(found) from error
+        except ApiError as error:
+            raise body.named(error) from error
+        except UserError as error:
+            raise body.named(from_user_error(error, prompt_field=prompt_field)) from error
 
     def _admit(
         self, body: ChatRequest | CompletionRequest, client: str, *, num_prompts: int

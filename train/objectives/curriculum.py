@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AUTO_BALANCED = "auto"
-SCHEDULES = ("cosine", "wsd", "cosine_per_stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
 from idlm.train.data.packing import best_fit_decreasing
-from idlm.train.objectives.curriculum import SCHEDULES, Curriculum, Stage, rate_factor, split_steps
+from idlm.train.objectives.curriculum import Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
-MASK = 999
+MASK, SCHEDULES = 999, ("cosine", "wsd", "cosine_per_stage")
 
 
 class FakeSource:
