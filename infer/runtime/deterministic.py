@@ -23,8 +23,8 @@ from idlm.kernels.paged_attention import problems
 
 CHEAP_LOADS = ((1, 64), (7, 16), (15, 1))
 """Decoding rows of a sequence, and the sequences of a pass up to which deterministic kernels add at most 3 %
-to its time: AR 1.01 times at 64; stride 4 1.01 up to 16, and 1.05 at 64; stride 8 1.03 at 1, and 1.04 at 16
-(Qwen3-8B's shape in bfloat16, one H100)."""
+to its time: AR 1.02 times at most; stride 4 1.01 at most, and 1.04 at 64; stride 8 1.02 at 1, 1.03 at 4 and
+1.04 at 16 (Qwen3-8B's shape in bfloat16, contexts of 1,024 tokens, one H100)."""
 MKL_VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
 CHECK = """
 import sys, torch

@@ -1,4 +1,4 @@
-"""660 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
+"""436 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
 
 An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool
 that never preempts, whatever other requests arrive, finish or are aborted meanwhile.
