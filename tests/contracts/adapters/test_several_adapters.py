@@ -16,8 +16,8 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
-from idlm.kernels.gated_lora import MAX_ADAPTERS, group_rows
-from idlm.kernels.gated_lora.types import rows_of
+from idlm.kernels.gated_lora import MAX_ADAPTERS, group_rows, types
+from idlm.kernels.gated_lora.types import RowGroups, rows_of
 from idlm.semantics import Semantics
 from tests.adapters import add_selector, write_adapter
 from tests.contracts.engines import (
@@ -175,9 +175,12 @@ def test_adapters_that_do_not_go_together_are_refused(family: dict[str | None, P
     refused(first, {"x": write_adapter(tmp_path / "of", stranger, **shape)}, "IDLM-0612", base)
 
 
-def test_a_gate_tells_all_adapters_of_an_engine_apart() -> None:
+def test_a_gate_tells_all_adapters_of_an_engine_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_R = torch.arange(MAX_ADAPTERS + 1, dtype=torch.uint8)
     assert rows_of(group_rows(gate_R, MAX_ADAPTERS)) == tuple(slice(n, n + 1) for n in gate_R.tolist()[1:])
+    monkeypatch.setattr(types, "runs_kernels", lambda x: True)
+    groups = group_rows(gate_R, MAX_ADAPTERS)
+    assert isinstance(groups, RowGroups) and groups.starts.tolist() == [*range(MAX_ADAPTERS + 2)]
 
 
 def test_a_request_names_an_adapter_that_the_engine_has(family: dict[str | None, Path]) -> None:
