@@ -1,6 +1,6 @@
-"""Record a turn of `idlm-chat`, and the same turn by AR, as docs/plots/NAME.svg.
+"""Record a turn of `idlm-chat`, and the same turn by AR, as docs/plots/chat.svg.
 
-    python -m docs.figures.chat NAME MODEL TURN [BASE [stride=3 rejection_strategy=alternate]]
+    python -m docs.figures.chat MODEL TURN [BASE [stride=3 rejection_strategy=alternate]]
 
 MODEL is a converted checkpoint, or an adapter of BASE; what follows are options of the decoder. Tokens that
 one pass emitted together have one colour, as in the chat. Times are those of this machine.
@@ -24,7 +24,7 @@ from idlm.infer.cli.config import EngineArguments
 from idlm.infer.clients.chat import Chat, EngineAnswerer
 from idlm.infer.clients.view import TerminalView
 
-FOLDER = Path(__file__).parents[1] / "plots"
+PATH = Path(__file__).parents[1] / "plots" / "chat.svg"
 WIDTH, MAX_TOKENS = 88, 160
 
 
@@ -61,7 +61,7 @@ def record(model: str, turn: str, base: str | None, options: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    name, model, turn, *rest = sys.argv[1:]
+    model, turn, *rest = sys.argv[1:]
     base = rest[0] if rest else None
     options = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in rest[1:])}
-    (FOLDER / f"{name}.svg").write_text(record(model, turn, base, options), encoding="utf-8")
+    PATH.write_text(record(model, turn, base, options), encoding="utf-8")
