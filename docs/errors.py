@@ -1,7 +1,6 @@
 """docs/errors.md from the source: every IDLM code with its message and fix.
 
-`python -m docs.errors` writes the page, `--check` compares. `...` stands for values that only a run has.
-"""
+`python -m docs.errors` writes the page, `--check` compares. `...` stands for values that only a run has."""
 
 from __future__ import annotations
 

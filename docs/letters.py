@@ -1,7 +1,6 @@
 """Shape letters of tensor names by the legends of module docstrings: `python -m docs.letters` lists them.
 
-A legend is a run of `LETTER meaning` in a module's docstring, as in "B sequences, R rows, K KV heads".
-"""
+A legend is a run of `LETTER meaning` in a module's docstring, as in "B sequences, R rows, K KV heads"."""
 
 from __future__ import annotations
 

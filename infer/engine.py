@@ -5,8 +5,7 @@
 
 One step is `scheduler.next` -> `worker.launch` (decoder.plan -> runner.forward -> decoder.advance) ->
 `_collect`, which reads the results of steps that have finished. With tensor parallelism every rank has a
-worker, and only rank 0 has an engine.
-"""
+worker, and only rank 0 has an engine."""
 
 from __future__ import annotations
 

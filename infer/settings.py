@@ -1,8 +1,7 @@
 """Settings of an engine, in Python and on the command line; decoders and accelerators own their options.
 
 This file does not import torch, because command lines import it before they load a model; `check_options`
-does, for the registries of plug-ins, before gigabytes of weights are read.
-"""
+does, for the registries of plug-ins, before gigabytes of weights are read."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ after a worker died, in float32 hardly one, and none with deterministic=true. `d
 exception, as everywhere.
 
 All machines see model, input and output under the same paths. RAY_ADDRESS names a cluster; without it one is
-started on this machine. Tested with ray 2.60.0 (pip install 'ray[data]==2.60.0').
-"""
+started on this machine. Tested with ray 2.60.0 (pip install 'ray[data]==2.60.0')."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class RayConfig(GenerateConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """Rows of one input file: `num_rows` from row `first` (the first of a file is 1), which begins `offset`
-    bytes into the unpacked text (of JSON lines).
-    """
+    bytes into the unpacked text (of JSON lines)."""
 
     number: int
     path: str
@@ -87,8 +85,7 @@ class PartAnswerer:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Answer one part. `batch` has its fields, each as an array of one element. Returns the error of a
-        row that the engine refuses, so that the other parts continue, or of the engine.
-        """
+        row that the engine refuses, so that the other parts continue, or of the engine."""
         part = Part(**{name: plain_value(values[0]) for name, values in batch.items()})
         config, read = job_of(part, self._config)
         error = ""
@@ -151,8 +148,7 @@ def answer_with_ray(
     parts: list[Part], config: RayConfig, arguments: EngineArguments, common: RunConfig
 ) -> list[dict[str, Any]]:
     """Answer parts on the cluster; returns what `PartAnswerer` returns for each. UserError IDLM-0491 without
-    Ray, IDLM-0493 where the named cluster does not answer.
-    """
+    Ray, IDLM-0493 where the named cluster does not answer."""
     check_cluster(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

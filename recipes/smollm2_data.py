@@ -52,8 +52,7 @@ def write(arguments: list[str]) -> int:
     """Write the rows that the first argument names to stdout.
 
     Raises:
-        UserError: no number of answers, or a file without the rows that are needed.
-    """
+        UserError: no number of answers, or a file without the rows that are needed."""
     rows: Iterable[dict[str, Any]]
     match arguments:
         case ["headers", count] if count.isdecimal():

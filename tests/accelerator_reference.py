@@ -5,8 +5,7 @@ layer, with a dense mask per query head: block-causal, but for the rows of a blo
 slots before it only those that a rule lists for their KV head. Nothing of the engine is imported.
 W positions of a block, P slots before it, L positions, N query heads, K KV heads, G = N / K, H head dim, Q =
 G
-* W queries of a KV head.
-"""
+* W queries of a KV head."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def top(scores: list[float], num: int, dtype: torch.dtype = torch.float32) -> li
 @dataclass(kw_only=True)
 class SlowMage:
     """Ranks in a block's first pass, by MAGE; with `exact_share`, in the last of the block's exact steps, by
-    SparseD.
-    """
+    SparseD."""
 
     k: int
     exact_layers: int = 2
@@ -121,8 +119,7 @@ class SlowQuest:
 
 class SlowLists(SlowBlocks):
     """A model, decoding rules and a rule for its blocks. Of the last answer, `trace` holds what each layer of
-    each pass saw, by block, step and layer; `kv` keys and values [L, K, H] of its last pass, by layer.
-    """
+    each pass saw, by block, step and layer; `kv` keys and values [L, K, H] of its last pass, by layer."""
 
     def __init__(self, directory: Path, rules: Rules, rule: Rule) -> None:
         super().__init__(directory, rules)

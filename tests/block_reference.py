@@ -3,8 +3,7 @@ anew in every pass by transformers with a dense block-causal mask, everything el
 
 Nothing of the engine is imported. What the engine is free to choose is stated here: random numbers are
 Philox4x32-10 of (seed, sample, block << 16 | pass, position); ties go to the left; the MASK is never
-predicted. Rounding decides a near tie, so one raises `tests.margins.NearTie`: no test compares across it.
-"""
+predicted. Rounding decides a near tie, so one raises `tests.margins.NearTie`: no test compares across it."""
 
 from __future__ import annotations
 
@@ -244,8 +243,7 @@ class SlowBlocks:
 
 def queries_keys_values(layer: Any, normed_LD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Of a layer of transformers [L, heads, H]: projected, normed where it has norms, and rotated by the
-    cosines and sines [L, 1, H].
-    """
+    cosines and sines [L, 1, H]."""
     attention = layer.self_attn
     q_LNH, k_LKH, v_LKH = (
         projection(normed_LD).view(len(normed_LD), -1, attention.head_dim)

@@ -1,6 +1,5 @@
 """One thread for every test: toys are too small to share work, and pytest runs a process per core. And which
-tests are sweeps.
-"""
+tests are sweeps."""
 
 from __future__ import annotations
 

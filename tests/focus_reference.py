@@ -2,8 +2,7 @@
 `infer/accelerators/focus.py` states: one block, one pass, plain Python; then whole generations of one request
 over a transformer whose keys and values lie in a dictionary by layer and position.
 
-Nothing of the engine is imported. I queries and J keys of a block, N query heads, K KV heads, H head dim.
-"""
+Nothing of the engine is imported. I queries and J keys of a block, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class FocusRules:
     the paper: rows see nothing behind the last one that is retained, and a request's first pass keeps all
     rows and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished
     block's frozen tokens are computed again ("clean") or not ("unfrozen"). `margin`: choices closer than this
-    raise.
-    """
+    raise."""
 
     size: int
     alpha: float = 1.5
@@ -49,8 +47,7 @@ class FocusRules:
 @dataclass(kw_only=True)
 class BlockState:
     """What is remembered from pass to pass of a block; `earlier` of blocks before: decoded tokens, passes.
-    `is_new`: nothing of the request is computed yet.
-    """
+    `is_new`: nothing of the request is computed yet."""
 
     frozen: set[int] = field(default_factory=set)
     processed: set[int] = field(default_factory=set)
@@ -63,8 +60,7 @@ class BlockState:
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Of one pass: which positions of the block go on after layer 1, the budget K, and the first position
-    that no row may see from the attention of layer 1 on.
-    """
+    that no row may see from the attention of layer 1 on."""
 
     retained: tuple[int, ...]
     budget: int
@@ -78,8 +74,7 @@ def fed_positions(state: BlockState, rules: FocusRules) -> list[int]:
 
 def importance(queries: Rows, keys: Rows, scale: float) -> dict[int, float]:
     """Equations 2 and 15: scores, the largest of three neighbouring keys, softmax over keys; then summed over
-    queries and heads.
-    """
+    queries and heads."""
     columns = sorted(keys)
     q_INH = torch.stack([queries[offset] for offset in sorted(queries)]).double()
     k_JKH = torch.stack([keys[offset] for offset in columns]).double()
@@ -113,8 +108,7 @@ def select(
     rules: FocusRules,
 ) -> Selection:
     """Equation 3 and section 4.2. `layers`: queries and keys of layers 0 and 1, of all that is fed (and, of
-    keys, of what is frozen); only masks that `may_be_decided` in this pass are candidates.
-    """
+    keys, of what is frozen); only masks that `may_be_decided` in this pass are candidates."""
     fed = fed_positions(state, rules)
     assert set(may_be_decided) <= set(masked) <= set(fed)
     found = []
@@ -164,8 +158,7 @@ def note(
     state: BlockState, masked: list[int], selection: Selection, num_decoded: int, rules: FocusRules
 ) -> None:
     """After a pass with these masks: a token that was decoded by then, as was its right neighbour, has now
-    been computed once more. The last token of a block has no neighbour to wait for.
-    """
+    been computed once more. The last token of a block has no neighbour to wait for."""
     for offset in fed_positions(state, rules):
         is_ready = offset == rules.size - 1 or offset + 1 not in masked or rules.stability == "plain"
         if rules.stability != "off" and offset not in masked and is_ready:
@@ -206,8 +199,7 @@ class SlowFocus(SlowBlocks):
         self, prompt: list[int], sampling: Sampling, *, losses: Collection[int] = ()
     ) -> tuple[list[int], int]:
         """As the base class; `passes` are its denoising passes, `keys` and `values` all that is stored.
-        Before the passes numbered in `losses` the sequence lost its KV, and its block begins anew.
-        """
+        Before the passes numbered in `losses` the sequence lost its KV, and its block begins anew."""
         size, known = self.rules.size, list(prompt)
         self.keys, self.values, self.passes, self.losses = {}, {}, [], losses
         earlier, is_new = (0, 0), True
@@ -232,8 +224,7 @@ class SlowFocus(SlowBlocks):
 
     def _clean(self, tokens: list[int], start: int, stays: Collection[int] = ()) -> list[float]:
         """Store a block without masks, but for positions whose keys and values stay; returns the last row's
-        logits.
-        """
+        logits."""
         offsets = [offset for offset in range(self.rules.size) if offset not in stays]
         hidden = self._embed([tokens[offset] for offset in offsets])
         for layer in range(len(self.model.model.layers)):

@@ -1,6 +1,5 @@
 """Ctrl-C in tests. A shell's background job, and some CI, starts with SIGINT ignored; Python then installs no
-handler of its own, so a test that sends SIGINT has to ask for one.
-"""
+handler of its own, so a test that sends SIGINT has to ask for one."""
 
 from __future__ import annotations
 

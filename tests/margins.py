@@ -3,8 +3,7 @@
 Rounding decides a near tie (two tokens or two positions that differ by less than `MARGIN`), and it differs
 between CPUs, devices and batch sizes. Exact ties have a defined order (infer/decoders/block_config.py), which
 tests/unit/engine/test_ties.py checks. Every slow reference chooses through this file, and
-`tests.contracts.engines.clear_answers` checks an engine that is the reference of another engine.
-"""
+`tests.contracts.engines.clear_answers` checks an engine that is the reference of another engine."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def clear_choice(
     margin: float = MARGIN,
 ) -> Choice:
     """What is chosen by the scores; a `NearTie` where one score that moves by the margin changes the choice.
-    The scores of `exact` keys do not move: they have the same bits on every device.
-    """
+    The scores of `exact` keys do not move: they have the same bits on every device."""
     chosen = choose(dict(scores))
     for key, score in scores.items():
         for moved in () if key in exact else (score - margin, score + margin):

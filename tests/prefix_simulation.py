@@ -3,8 +3,7 @@
 A slot of the simulated memory holds the very text whose KV a real one would hold. A pass writes its rows,
 then reads all slots before them: a sequence that finds other text than its own, or writes into a slot that
 it shares, is caught at once. Results come back late, drafts are accepted at random, requests stop, are
-aborted and fail.
-"""
+aborted and fail."""
 
 from __future__ import annotations
 

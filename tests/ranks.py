@@ -1,6 +1,5 @@
 """Ranks as threads of the test's own process: the same code and real gloo collectives, without starting
-processes.
-"""
+processes."""
 
 from __future__ import annotations
 

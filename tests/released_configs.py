@@ -1,6 +1,5 @@
 """config.json of released models, one a line of released_configs.json: the keys that published files have,
-with values where the loader looks at them.
-"""
+with values where the loader looks at them."""
 
 from __future__ import annotations
 

@@ -77,8 +77,7 @@ def write_spelling_toy(directory: Path) -> Path:
 def write_chain(directory: Path, chain: Sequence[int], *, vocab_size: int) -> Path:
     """Save a Qwen3 model whose likeliest next token depends on the last one alone, beside the tokenizer that
     `directory` has. It follows each token of the chain, which may be in it once, by the next one, and ends in
-    the last one, or where another token would follow. The last row is that of masks.
-    """
+    the last one, or where another token would follow. The last row is that of masks."""
     from safetensors.torch import save_file
 
     size = vocab_size

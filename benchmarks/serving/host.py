@@ -6,8 +6,7 @@
 The stub feeds nothing and emits `stride` arbitrary tokens (AR: one) for every sequence that decodes. Reader
 `generate` is `Engine.generate`, `stream` takes the events of every step. Times are CPU time of this process
 without the stub's, the least of all rounds, in us and in turns of a loop of plain Python, which other
-machines can be compared by. Calls are those of Python functions; they do not depend on the machine.
-"""
+machines can be compared by. Calls are those of Python functions; they do not depend on the machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Charts of measured data, from the newest rows of benchmarks/results.
 
 As in the tables, a row whose parity gate failed is never shown, and a metric without a gate has none to fail.
-The caption under a chart comes from the same rows: `python -m benchmarks.table`.
-"""
+The caption under a chart comes from the same rows: `python -m benchmarks.table`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python -m docs.figures.chat MODEL TURN [BASE [stride=3 rejection_strategy=alternate]]
 
 MODEL is a converted checkpoint, or an adapter of BASE; what follows are options of the decoder. Tokens that
-one pass emitted together have one colour, as in the chat. Times are those of this machine.
-"""
+one pass emitted together have one colour, as in the chat. Times are those of this machine."""
 
 from __future__ import annotations
 

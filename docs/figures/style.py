@@ -1,7 +1,6 @@
 """What all figures share: two themes, deterministic SVG, and boxes with text.
 
-A figure is drawn once for light and once for dark pages: `NAME-light.svg` and `NAME-dark.svg`.
-"""
+A figure is drawn once for light and once for dark pages: `NAME-light.svg` and `NAME-dark.svg`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ all masks to its left that have no keys and values yet (section 4, Algorithm 1).
 once its right neighbour is decoded, until it is edited. Where paper and code (appendix E) differ, this file
 follows the code, except as listed at `Focus`.
 B sequences, R rows still computed, W positions of a block, P parts of a sum, N query heads, H head dim, Z
-lanes.
-"""
+lanes."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ per (layer, KV head), and all of the block. The pass that stores the clean block
 the next block, it ranks the slots it has just written with the others. The first `exact_layers` layers are
 always exact.
 Departures: a first block that holds a prompt's tail, or a first token, is not all masks and ranks too;
-all layers are ranked at once after the last one, not each on a second stream during the layers after it.
-"""
+all layers are ranked at once after the last one, not each on a second stream during the layers after it."""
 
 from __future__ import annotations
 

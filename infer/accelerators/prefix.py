@@ -5,8 +5,7 @@ All layers are ranked at once after the last one, by `kernels/prefix_ranking`: a
 softmax sums over the slots before its block, and the pass stores the queries of blocks. Lists hold logical
 slots, so they stay right when the prefix cache swaps a page.
 B sequences, R rows, W positions of a block, S physical slots, C listed slots, N query heads, K KV heads, H
-head dim, L sparse layers, Z lanes, X positions of all blocks of a pass.
-"""
+head dim, L sparse layers, Z lanes, X positions of all blocks of a pass."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ page is summarised when its keys are final, never from rows that a later pass ov
 physical pages, so shared pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
 16 pages, rounded up.
 B sequences, I pieces, F slots, C pages of the engine in pieces, P pages of Quest, K KV heads, H head dim, L
-sparse layers.
-"""
+sparse layers."""
 
 from __future__ import annotations
 

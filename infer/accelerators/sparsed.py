@@ -8,8 +8,7 @@ Departure: the paper counts the steps of a whole answer and captures its pattern
 those of the block, because state ends with its block: an answer must not depend on when its sequence was
 preempted. So each block gets a fresh pattern, which flatters SparseD. Steps are those of the quota: with a
 threshold a block may need fewer, and a block that is clean within 20 % of them is computed exactly
-throughout.
-"""
+throughout."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 the sampling law.
 
 It deliberately shares nothing with `isd` but the packing of rows: no drafts, no acceptance, one draw.
-Shapes: B sequences (each has one wanted row), V vocabulary.
-"""
+Shapes: B sequences (each has one wanted row), V vocabulary."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 token-causal decoders share.
 
 A new decoder is one file in this folder that registers a subclass of `Decoder`.
-Shapes: B sequences of a pass, R rows packed over sequences, X wanted rows, Z lanes, J drafts.
-"""
+Shapes: B sequences of a pass, R rows packed over sequences, X wanted rows, Z lanes, J drafts."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ LLaDA2.2's edits that delete and insert positions are in `kernels/block_step`.
 Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
 settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
 one-hot one has no information); an edit writes the argmax whatever the temperature, else edits would not end.
-Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes.
-"""
+Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ written from its description. Static shapes; nothing waits for the device.
 Ties, on every device: among positions with bitwise equal confidence the left one is decided first, and among
 equally likely tokens the one with the lower id. Confidences that are equal up to rounding (on a block of
 nothing but MASKs) are not ties: rounding decides between them. `sequential` has no such case.
-Shapes: B sequences, W positions of a block, Z lanes.
-"""
+Shapes: B sequences, W positions of a block, Z lanes."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ clean.
 Departures: the MASK is never predicted; a token is drawn by inversion of a Philox number, in the law of the
 papers' Gumbel noise; `full_config.py` names those of orders.
 Shapes: B sequences, C canvases (as many, or with guidance twice as many), R rows, W positions of the active
-block, X wanted positions, Y positions of a slice, Z lanes, V vocabulary.
-"""
+block, X wanted positions, Y positions of a slice, Z lanes, V vocabulary."""
 
 from __future__ import annotations
 

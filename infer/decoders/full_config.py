@@ -8,8 +8,7 @@ Departures: Dream's code averages the number of masks over the batch, here every
 are fp64, not fp32; a greedy request's scores are under the model's own distribution, without top-k and top-p;
 top-p is the mass among the top-k tokens, where Dream's code cuts the whole distribution by top-p first.
 Exact ties go to the left position.
-Shapes: B sequences, W positions of a block, Y rows of a slice, Z lanes.
-"""
+Shapes: B sequences, W positions of a block, Y rows of a slice, Z lanes."""
 
 from __future__ import annotations
 

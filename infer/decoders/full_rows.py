@@ -12,8 +12,7 @@ Departures: with a cache and shifted logits (Dream) the row before a mask of the
 it, is fed as well. Fast-dLLM decides the first token of a shifted block in the refresh instead; dKV-Cache
 moves the cached position. Guidance mixes logits in fp32, whatever the dtype of the model.
 Shapes: B sequences, C canvases (one of each sequence, then the second ones), L slots of the longest canvas, R
-rows, X wanted positions, Y positions of a slice, W positions of the active block, Z lanes, V vocabulary.
-"""
+rows, X wanted positions, Y positions of a slice, W positions of the active block, Z lanes, V vocabulary."""
 
 from __future__ import annotations
 

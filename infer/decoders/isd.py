@@ -4,8 +4,7 @@ arXiv 2604.11035, section 3.2 and Algorithm 1, with two departures: drafts are d
 tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
 sampling settings before the test. A strategy decides what follows a rejection (rejection.py).
 Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes, D draws, C candidates, Y rows
-with masks applied.
-"""
+with masks applied."""
 
 from __future__ import annotations
 

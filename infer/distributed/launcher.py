@@ -3,8 +3,7 @@ and end them.
 
 The scheduler, page accounting, prefix cache and texts exist on rank 0 only. All ranks hold all logits and
 draw from the same random streams, so rank 0 sends passes and no tensors. Ranks are started as modules, not by
-`multiprocessing`'s spawn, which would run a caller's script again when it has no `__main__` guard.
-"""
+`multiprocessing`'s spawn, which would run a caller's script again when it has no `__main__` guard."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 `multiprocessing` connection, which frames them. Nothing is pickled.
 
 Rank 0 sends which engine to build and every pass; a rank answers that it is ready, its digest, or its
-failure.
-"""
+failure."""
 
 from __future__ import annotations
 

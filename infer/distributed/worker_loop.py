@@ -1,7 +1,6 @@
 """What a rank other than rank 0 runs, and the checksum by which ranks are compared.
 
-Shapes: Z lanes, L tokens of the longest sequence.
-"""
+Shapes: Z lanes, L tokens of the longest sequence."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A decoder that stores nothing has no pages of keys and values. The pool's pages count rows of a pass instead:
 as many as fit into the workspace together when all of them are wanted, so a pass that the scheduler admits
-can be planned.
-"""
+can be planned."""
 
 from __future__ import annotations
 

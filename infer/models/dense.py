@@ -4,8 +4,7 @@ dense; `moe.py` has layers with experts.
 It has no cache, no mask and no batch axis, and never waits for the device. Rounding follows transformers step
 by step (norms in fp32, then cast), so that bf16 logits agree as well.
 R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K), H
-head dim, D width, F ffn, V vocabulary, E output width of a projection, L adapters.
-"""
+head dim, D width, F ffn, V vocabulary, E output width of a projection, L adapters."""
 
 from __future__ import annotations
 

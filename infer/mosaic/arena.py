@@ -4,8 +4,7 @@
 to the planned peak (Mosaic, section 4.5), so that addresses stay. Contents do not survive `resize`.
 
 Departure from the paper: it maps extents of up to 256 MiB, as a call per page costs time; the last extent
-is replaced by a smaller one when the arena shrinks, so that no more than the plan stays mapped.
-"""
+is replaced by a smaller one when the arena shrinks, so that no more than the plan stays mapped."""
 
 from __future__ import annotations
 

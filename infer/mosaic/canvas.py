@@ -8,8 +8,7 @@ length; `library_bytes` is their sum, which is taken off what a workspace may ha
 Torch has no attention that writes to a given position: it runs on pieces of query rows, whose outputs are
 copied. On a GPU the library is cuDNN where it can be, else FlashAttention. On a CPU the arithmetic is that of
 kernels/paged_attention: same bits.
-Shapes: m query rows, R rows of the canvas, N query heads, K KV heads, G = N / K, H head dim.
-"""
+Shapes: m query rows, R rows of the canvas, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 

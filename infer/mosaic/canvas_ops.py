@@ -6,8 +6,7 @@ do the torch ops of a CPU. The arithmetic is that of `models/dense.py` and `mode
 are equal to theirs. Keys and values come from products of their own: a fused product would hold them twice.
 Shapes: R rows of the pass, m rows of a call, N query heads, K KV heads, H head dim, D width, E output width,
 C chosen experts, P pairs of a row and an expert, X wanted rows, Y rows of a slice, V vocabulary, S forbidden
-ids.
-"""
+ids."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ every op the offsets it writes to. A plan belongs to a number of rows and is mad
 changes or more rows are wanted than ever before with it; a decoder's first pass needs the most.
 Departure from the paper: keys and values of a layer are tensors of the plan, and nothing is stored in pages;
 the pool's pages only count rows.
-Shapes: R rows of a pass, X wanted rows.
-"""
+Shapes: R rows of a pass, X wanted rows."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ because tensors of chunk size live in loops of one chunk count only. A binary se
 the search goes one chunk at a time, which matters only where first fit leaves a gap.
 
 Departures from the paper: query rows are chunked too; a chunk has at least `min_rows` rows; the error names
-the longest canvas that fits.
-"""
+the longest canvas that fits."""
 
 from __future__ import annotations
 

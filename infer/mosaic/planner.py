@@ -2,8 +2,7 @@
 
 Mosaic (section 4.5) takes first fit in place of an integer program, at 0.1 to 4.3 % of its time; the program
 is the oracle of the tests. Departures from the paper: several orders are tried until one reaches the lower
-bound, and the best one is used. Offsets are multiples of 512 bytes, and so are the bytes counted here.
-"""
+bound, and the best one is used. Offsets are multiples of 512 bytes, and so are the bytes counted here."""
 
 from __future__ import annotations
 

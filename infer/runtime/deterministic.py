@@ -1,8 +1,7 @@
 """Deterministic mode: products whose bits of a row do not depend on how many rows there are.
 
 On a GPU our kernels compute them. On a CPU MKL does in its strict mode, which it reads from the environment
-at its first product.
-"""
+at its first product."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How often drafts are accepted: by position, of late, and of each request against all.
 
 What was seen long ago counts half, or not at all once tests contradict it: text may turn from hard to easy.
-Only tests of committed passes count, never the drafts that are still to be tested.
-"""
+Only tests of committed passes count, never the drafts that are still to be tested."""
 
 from __future__ import annotations
 

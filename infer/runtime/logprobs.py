@@ -2,8 +2,7 @@
 and of the tokens of prompts.
 
 Shapes: B sequences, J tokens that a pass can emit, V vocabulary, K likeliest tokens, R rows of the pass, I
-rows of prompts, Y rows of a slice.
-"""
+rows of prompts, Y rows of a slice."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ cache and kernels; `sparse_pass.py` does so for sparse passes.
 Nothing here waits for the device, and with `Batch.num_rows` given no shape depends on the contents of
 tensors, so a pass runs as it is or in a CUDA graph.
 Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, B sequences, J tokens that a pass can
-emit.
-"""
+emit."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ and the engine process answers
     {"type": "failed", "code", "message", "fix"}                     it cannot be built, and the process ends
     {"type": "added", "id", "notes"}                                 `notes`: what of a constraint is left out
     {"type": "refused", "id", "code", "message", "fix"}
-    {"type": "step", "events", "stats"}                              after a pass or abort; a request waits
-"""
+    {"type": "step", "events", "stats"}                              after a pass or abort; a request waits"""
 
 from __future__ import annotations
 

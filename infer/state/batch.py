@@ -3,8 +3,7 @@ outcome; and how lists of the host become tensors.
 
 Shapes: B sequences of the pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
 J tokens that a pass can emit for one sequence, W positions of a block, Z lanes; Y rows of a slice, D width,
-V vocabulary, S forbidden ids, H rows that the head computes.
-"""
+V vocabulary, S forbidden ids, H rows that the head computes."""
 
 from __future__ import annotations
 

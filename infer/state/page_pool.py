@@ -2,8 +2,7 @@
 
 Commit is a pointer (`SequenceState.num_computed_Z`): the next pass overwrites the slots after it, so rejected
 drafts and masks need no clean-up. Pages that lie wholly before it are final, and lanes share them.
-Shapes: Z lanes, P pages of the longest sequence.
-"""
+Shapes: Z lanes, P pages of the longest sequence."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A lane is the index of one running sequence in all of these tensors, so that plans, sampling and commits are
 tensor operations over the batch and can run inside a captured graph. Decoders have further tensors of their
 own, indexed by the same lanes.
-Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit.
-"""
+Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit."""
 
 from __future__ import annotations
 

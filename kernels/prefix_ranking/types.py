@@ -25,8 +25,7 @@ class RankingPass:
     `keys_LSKH`: the cache, in the dtype of the queries, or fp8 with factors `k_scale_LK` (fp32; None: 1).
     `block_table_BP`: pages of `page_size` slots. `rows_BW`: the row at each position of the active block, -1
     where it has none. `starts_B`: the first slot of the block. `ranks_B` (bool): sequences that are ranked.
-    `max_slots`: bound of `starts_B` on the host. All tensors are on one device; integers are int64.
-    """
+    `max_slots`: bound of `starts_B` on the host. All tensors are on one device; integers are int64."""
 
     q_LRNH: Tensor
     max_LRN: Tensor

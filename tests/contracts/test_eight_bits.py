@@ -1,6 +1,5 @@
 """fp8 weights and an fp8 KV cache: exactly the model of the rounded numbers, decoded as any other is, and
-reported as lossy.
-"""
+reported as lossy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Greedy ISD gives greedy AR's answers token for token in fp32: strategies, strides, families, stops.
 
-Runs on random checkpoints, whose drafts are nearly always rejected, and on one that was taught to foresee.
-"""
+Runs on random checkpoints, whose drafts are nearly always rejected, and on one that was taught to foresee."""
 
 from __future__ import annotations
 

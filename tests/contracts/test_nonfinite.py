@@ -1,7 +1,6 @@
 """Logits that are not finite: their request ends with an error and what it had, the others never notice.
 
-tests/gpu/engine/test_nonfinite_gpu.py runs the same where passes are graphs.
-"""
+tests/gpu/engine/test_nonfinite_gpu.py runs the same where passes are graphs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """436 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
 
 An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool
-that never preempts, whatever other requests arrive, finish or are aborted meanwhile.
-"""
+that never preempts, whatever other requests arrive, finish or are aborted meanwhile."""
 
 from __future__ import annotations
 

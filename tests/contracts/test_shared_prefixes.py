@@ -1,7 +1,6 @@
 """Answers are the same with the prefix cache and without, whichever sequences share pages.
 
-The pages under it are tested without a model in tests/unit/engine/test_prefix_cache.py.
-"""
+The pages under it are tested without a model in tests/unit/engine/test_prefix_cache.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Out of memory at any allocation of a pass: no answer changes, or one request reports the reason; the engine
-goes on and no page is lost.
-"""
+goes on and no page is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """GPU tests: skipped without a GPU, and without warm-ups of their own, which would capture graphs for minutes
-in hundreds of engines; and the place of engines that tests of the CPU build.
-"""
+in hundreds of engines; and the place of engines that tests of the CPU build."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A fault is a function of pytest's monkeypatch; `FAULTS` gives the check that must catch it. A draft from a
 consistently wrong position (another branch, a mask that saw rejected drafts) is still exact if q is the
 distribution it was drawn from; only the layout contract forbids that. Shapes: B sequences, J drafts, X wanted
-rows, V vocabulary, R rows.
-"""
+rows, V vocabulary, R rows."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The oracle shares no code with the engine: logits come from transformers forwards over every continuation, and
 sampling settings from transformers' logits warpers. The mask id is an ordinary token of the law.
-Shapes: B draws, T = 8 response tokens, V = 5 tokens, C cells.
-"""
+Shapes: B draws, T = 8 response tokens, V = 5 tokens, C cells."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def sample(
 ) -> Sampled:
     """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch.
     `at_once`: number of responses requested together, which keep the lanes busy. Seeds follow from the
-    number of the round, a request of each setting.
-    """
+    number of the round, a request of each setting."""
     requests: list[tuple[int, SamplingParams]] = [
         (which, replace(params, seed=1_000_003 * round_ + which, n=per_request))
         for round_ in range(first_round, first_round + num_draws // per_request)

@@ -1,8 +1,7 @@
 """The two halves of `emit_and_draft`, which the engine runs as one, so that a fault can replace either.
 
 Each half is the whole op whose other output goes to a scratch tensor: so it runs with the kernels of
-a GPU, and inside CUDA graphs.
-"""
+a GPU, and inside CUDA graphs."""
 
 from __future__ import annotations
 

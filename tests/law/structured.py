@@ -1,8 +1,7 @@
 """The law of answers that match a grammar: a toy whose answers can be enumerated, and draws of an engine.
 
 The oracle shares no code with the engine or llguidance: it lists the texts that match, allows a token if one
-of them goes on so, and takes logits and warpers from transformers, the mask before the warpers.
-"""
+of them goes on so, and takes logits and warpers from transformers, the mask before the warpers."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def draw_fits(
     directory: Path, engine: Engine, num_draws: int, *, settings: Sequence[SamplingParams] = SETTINGS
 ) -> StructuredFits:
     """Fit `num_draws` answers of each setting, interleaved in every batch beside requests without a
-    constraint, to the masked AR law.
-    """
+    constraint, to the masked AR law."""
     counts: list[Counter[tuple[int, ...]]] = [Counter() for _ in settings]
     accepted = tested = 0
     for requests in _rounds(settings, num_draws):

@@ -2,8 +2,7 @@
 which of them are kept depend on each other.
 
 The toy has 5 tokens, one of them the mask; an answer has three. The oracle takes logits from transformers and
-walks all canvases that a pass can leave.
-"""
+walks all canvases that a pass can leave."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Every planted fault fails the check that guards against it, and the unchanged engine passes.
 
 The checks are those of test_engine_law, test_greedy_parity, test_scheduler_soak and test_layouts, smaller.
-test_engine_law checks the law of the unchanged engine with these settings in one batch.
-"""
+test_engine_law checks the law of the unchanged engine with these settings in one batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The sampling law with a selector of drafts, which is random here: the AR law, as without one.
 
 By default few draws of one case; every strategy: `-m "sweep or not sweep"`. Four of the five tokens are
-candidates, so that p has tokens which q never draws.
-"""
+candidates, so that p has tokens which q never draws."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 asynchronous steps.
 
 Prompts and answers with a common prefix share it through the prefix cache. More strategies, more draws:
-`.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "sweep or not sweep"`
-"""
+`.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "sweep or not sweep"`"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The law of answers that match a grammar, against enumeration of the masked AR law; and planted faults.
 
-6e3 draws of a schema of six tokens: `-m sweep`.
-"""
+6e3 draws of a schema of six tokens: `-m sweep`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Full-diffusion families as their papers and published code define them: slow, fp32, one canvas at a time.
 
 Written from the tensors of a checkpoint by their true names, with no code of the product. Shapes: L
-positions, D width, N heads, H head dim, V vocabulary.
-"""
+positions, D width, N heads, H head dim, V vocabulary."""
 
 from __future__ import annotations
 
@@ -163,8 +162,7 @@ def logits(
 
     `fed`: only these positions are computed; they see, of the others, the keys and values in `kv`, which the
     pass updates in place (an empty one needs a pass over all positions). Logits of the others are NaN.
-    `normalises`: the planted mistake of a router that divides its weights by their sum.
-    """
+    `normalises`: the planted mistake of a router that divides its weights by their sum."""
     fed = list(range(len(token_ids))) if fed is None else fed
     moe = partial(_llada_moe, normalises=normalises)
     compute = {"llada": _llada, "dream": _dream, "llada_moe": moe}[kind]

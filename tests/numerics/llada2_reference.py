@@ -2,8 +2,7 @@
 `expert_capacity` in the config it is LLaDA2.2, whose blocks admit experts before their rows choose.
 
 Shares nothing with the engine. `fault` plants one of the known misreadings of a checkpoint.
-L sequence length, N query heads, K KV heads, H head dim, D width, V vocabulary, E experts.
-"""
+L sequence length, N query heads, K KV heads, H head dim, D width, V vocabulary, E experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Causal families against transformers on random tiny checkpoints of odd sizes, whole and token by token;
 their decoders, ranks and adapters.
 
-R rows fed this pass, V vocabulary.
-"""
+R rows fed this pass, V vocabulary."""
 
 from __future__ import annotations
 

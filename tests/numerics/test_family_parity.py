@@ -1,8 +1,7 @@
 """Families that decode in blocks, against independent references: prefill, denoising and commit.
 
 Where transformers has the modules it is the reference, with the visibility given as a mask; else plain
-PyTorch. R rows fed this pass, V vocabulary, L sequence length.
-"""
+PyTorch. R rows fed this pass, V vocabulary, L sequence length."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Full diffusion against its definition: visibility, loss and gradients, and the NELBO.
 
 The reference feeds each sample by itself, its targets masked, under no attention mask at all, with the logits
-of all rows in memory.
-"""
+of all rows in memory."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ def test_loss_and_gradients_are_the_plain_references(attention: str) -> None:
 @torch.no_grad()
 def test_weights_make_the_expected_loss_the_nelbo() -> None:
     """All patterns of an answer of four, integrated over the mask rate, against the mean over all orders in
-    which it may be revealed.
-    """
+    which it may be revealed."""
     model, sample, size = tiny_model("qwen3"), random_sample(6, prompt=4, response=4), 4
     tokens = sample.token_ids
     grid, quadrature = np.polynomial.legendre.leggauss(8)
@@ -169,8 +167,7 @@ def test_weights_make_the_expected_loss_the_nelbo() -> None:
 
 def test_the_draws_have_the_distribution_of_the_estimator() -> None:
     """One rate for the whole sample: weight times frequency of a pattern is the chance that a random order
-    passes through it, per token still to reveal. Lengths of the padding are uniform.
-    """
+    passes through it, per token still to reveal. Lengths of the padding are uniform."""
     sample, num_draws = ending(random_sample(1, prompt=1, response=4)), 3_000
     objective, padded = objective_of(), objective_of(max_padding=3)
     mean, square, lengths = np.zeros(16), np.zeros(16), np.zeros(4)

@@ -1,7 +1,6 @@
 """Our trunk against transformers on random tiny checkpoints: prompt at once, token by token, fp32, bf16.
 
-R rows fed this pass, V vocabulary, L sequence length.
-"""
+R rows fed this pass, V vocabulary, L sequence length."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Log-probabilities of prompts are the log-softmax of the reference model, however the prompt is computed.
 
-V vocabulary, L tokens of the prompt.
-"""
+V vocabulary, L tokens of the prompt."""
 
 from __future__ import annotations
 

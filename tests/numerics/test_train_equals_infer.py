@@ -6,8 +6,7 @@ the chain row of token b - 1. Clean row s is the chain row of token s. The engin
 through `IsdDecoder.plan`, `Runner.forward` and a paged cache in which rejected drafts and masks leave stale
 slots, with drafts that are the document's own tokens, so that every chain row has a clean counterpart.
 
-V vocabulary, X wanted rows, J drafts.
-"""
+V vocabulary, X wanted rows, J drafts."""
 
 from __future__ import annotations
 
@@ -265,8 +264,7 @@ def test_training_and_engine_compute_the_same_rows_with_an_adapter(
     checkpoints: dict[str, Path], family: str, strategy: str, stride: int, tmp_path: Path
 ) -> None:
     """From the training model through an export to the engine; at stride 4 masks have their own embedding, at
-    stride 3 a range of one id gives theirs. Clean rows are those of the base.
-    """
+    stride 3 a range of one id gives theirs. Clean rows are those of the base."""
     mask_row = stride == 4
     meaning: dict[str, Any] = {"noise_range": (MASK, MASK + 1)} if stride == 3 else {"mask_token_id": MASK}
     model, base = adapted_model(family, mask_row=mask_row), checkpoints[family]

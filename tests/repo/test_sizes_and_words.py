@@ -2,8 +2,7 @@
 what is, not what was. A rule without a machine drifts.
 
 Private words stay out of code, options, errors and documentation. "Law" is mathematics: the sampling law, and
-the folders and commands that test it.
-"""
+the folders and commands that test it."""
 
 from __future__ import annotations
 

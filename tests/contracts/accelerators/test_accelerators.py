@@ -1,6 +1,5 @@
 """Accelerators through the registries: every decoder with every stack, at full budget and sparse; what they
-keep against slow references, pass by pass; state that ends with its block.
-"""
+keep against slow references, pass by pass; state that ends with its block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Sparse passes have static shapes, never wait for the device, and rows that do not fit change no answer.
 
-Two toys, one file each, stand for accelerators to come; the accelerators of the package go the same ways.
-"""
+Two toys, one file each, stand for accelerators to come; the accelerators of the package go the same ways."""
 
 from __future__ import annotations
 

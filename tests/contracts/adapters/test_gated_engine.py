@@ -1,6 +1,5 @@
 """R-ISD: with a gated adapter ISD answers as the base does by AR decoding, and clean rows are the base's bit
-for bit, whatever the adapter is; the adapter does change what MASK rows say.
-"""
+for bit, whatever the adapter is; the adapter does change what MASK rows say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Edits that delete and split positions of a block, in plain Python: a list that each pass rebuilds.
 
-Written from the description in kernels/block_step/resizing.py; nothing of the engine is imported.
-"""
+Written from the description in kernels/block_step/resizing.py; nothing of the engine is imported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Block diffusion in mixed batches against a slow reference decoder, token for token, with the
-log-probabilities of the passes that decided.
-"""
+log-probabilities of the passes that decided."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What decoder `block` can be told beside its strategy: edits, the dual cache and options of single requests,
-against the slow decoder.
-"""
+against the slow decoder."""
 
 from __future__ import annotations
 

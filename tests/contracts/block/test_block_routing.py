@@ -1,6 +1,5 @@
 """Experts chosen by block (LLaDA2.2): answers do not depend on how passes are cut and mixed, and what would
-compute a part of a block is refused. tests/numerics/test_family_parity.py has the slow reference.
-"""
+compute a part of a block is refused. tests/numerics/test_family_parity.py has the slow reference."""
 
 from __future__ import annotations
 

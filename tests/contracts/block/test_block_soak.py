@@ -1,6 +1,5 @@
 """Block diffusion under load: requests at steps of their own are as alone; none of many that come, go and are
-thrown out leaves anything behind.
-"""
+thrown out leaves anything behind."""
 
 from __future__ import annotations
 

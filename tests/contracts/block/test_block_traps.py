@@ -1,8 +1,7 @@
 """Traps of block decoding that fail silently, each with a number.
 
 Those of loading are in tests/unit/models/test_family_loading.py; test_trap_numbers.py beside it finds numbers
-without a test.
-"""
+without a test."""
 
 from __future__ import annotations
 

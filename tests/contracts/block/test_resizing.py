@@ -1,6 +1,5 @@
 """LLaDA2.2's edits that delete and split positions: answers of the engine, alone, together, in static passes
-and after a preemption, are those of a slow decoder; and the rebuilding of a block by itself.
-"""
+and after a preemption, are those of a slow decoder; and the rebuilding of a block by itself."""
 
 from __future__ import annotations
 

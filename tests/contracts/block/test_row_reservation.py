@@ -1,6 +1,5 @@
 """The head computes the rows that may be decided; a pass with fewer rows makes sequences wait, and no
-answer shows it: against each request with rows for all.
-"""
+answer shows it: against each request with rows for all."""
 
 from __future__ import annotations
 

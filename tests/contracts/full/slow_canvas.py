@@ -1,8 +1,7 @@
 """Full diffusion in plain Python: one canvas at a time, all logits in every pass, lists and loops.
 
 The random numbers are those of the engine (their order is part of the contract); everything else is written
-from the papers and the published code of LLaDA and Dream. Near ties raise `NearTie`.
-"""
+from the papers and the published code of LLaDA and Dream. Near ties raise `NearTie`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Greedy full-diffusion passes whose head stores no logits decide the tokens of those that store them.
 
 The definition stands for the kernel on a CPU. tests/kernels/interpreted/best_head.py runs the kernel, and so
-does tests/gpu/engine/test_full_gpu.py on a GPU.
-"""
+does tests/gpu/engine/test_full_gpu.py on a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Classifier-free guidance of decoder `full` answers as the slow decoder does, which runs two passes: every
-order, alone and beside requests without guidance, in pages and in a planned workspace.
-"""
+order, alone and beside requests without guidance, in pages and in a planned workspace."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The traps of full-diffusion checkpoints by number: mistakes that still give fluent text. Each is planted
-in the reference, and must show in its logits.
-"""
+in the reference, and must show in its logits."""
 
 from __future__ import annotations
 

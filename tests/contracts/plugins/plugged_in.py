@@ -1,6 +1,5 @@
 """Plug-ins for the time of a test: files in a folder of their own that a registry finds as if they were in
-its package.
-"""
+its package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Grammars and added tokens of the form `<...>`: those that answers show are text, special or not; those that
-they do not show are never text, but a grammar can name them.
-"""
+they do not show are never text, but a grammar can name them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Grammars of tool calls: whatever matches one is read back by the parser of the same format as calls that
-follow their schemas, and everything else is refused.
-"""
+follow their schemas, and everything else is refused."""
 
 from __future__ import annotations
 

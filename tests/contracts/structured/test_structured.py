@@ -1,6 +1,5 @@
 """Answers that match a grammar: greedy ISD equals greedy AR, other requests do not change, and ends, stops,
-preemption and refusals.
-"""
+preemption and refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs,
-with and without stored logits; the mapped arena grows and shrinks at one address.
-"""
+with and without stored logits; the mapped arena grows and shrinks at one address."""
 
 from __future__ import annotations
 

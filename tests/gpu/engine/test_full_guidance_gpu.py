@@ -26,8 +26,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_answers_equal_those_of_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In batches with requests of another guidance and of none. The second time, all shapes have been
-    captured, and pages hold the KV of other canvases.
-    """
+    captured, and pages hold the KV of other canvases."""
     kind, directory = family
     cases = cases_of(kind, options)
     expected = [tokens for _, tokens, _ in cases]

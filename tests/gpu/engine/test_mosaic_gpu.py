@@ -162,8 +162,7 @@ def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest
 def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, guidance: float) -> None:
     """By the driver's count, at two lengths, the second one much larger; with guidance two canvases.
 
-    The first pass of a length loads the code of its kernels and libraries, so the second one is counted.
-    """
+    The first pass of a length loads the code of its kernels and libraries, so the second one is counted."""
     engine = engine_of(wide, "mosaic", max_length=50_000, memory_arena=arena, guidance=guidance)
     num_canvases = 1 if guidance == 0 else 2
     runner: Any = engine._parts.runner

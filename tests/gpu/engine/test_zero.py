@@ -3,8 +3,7 @@
     python -m pytest tests/gpu/engine/test_zero.py -m gpu -s          (2 to 8 GPUs, or 1: then ZeRO with one
     process)
 
-IDLM_ZERO_DEVICE=cpu IDLM_ZERO_PROCESSES=2 rehearses it without a GPU, over gloo.
-"""
+IDLM_ZERO_DEVICE=cpu IDLM_ZERO_PROCESSES=2 rehearses it without a GPU, over gloo."""
 
 from __future__ import annotations
 

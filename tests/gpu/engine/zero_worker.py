@@ -3,8 +3,7 @@
     torchrun --nproc-per-node N -m tests.gpu.engine.zero_worker FOLDER BASE DEVICE CASE...
 
 A CASE is `name:key=value,key=value`; each runs to its end, then again with a SIGTERM to rank 0 in step 3 and
-a resume. Rank 0 writes the outcomes to FOLDER/results-N.json.
-"""
+a resume. Rank 0 writes the outcomes to FOLDER/results-N.json."""
 
 from __future__ import annotations
 

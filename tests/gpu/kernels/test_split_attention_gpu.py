@@ -31,8 +31,7 @@ def worst_ratio(case: Case, dtype: torch.dtype, *, keys_alone: bool = False) -> 
     """Largest error of output, dq, dk or dv against float64, over that of PyTorch's dense SDPA in `dtype`.
 
     PyTorch's error counts as at least the rounding of the largest value, which it can be below only by
-    chance. `keys_alone`: one packed row, whose clean rows are keys without a gradient.
-    """
+    chance. `keys_alone`: one packed row, whose clean rows are keys without a gradient."""
     meta, num_queries = row_meta(case, "cuda"), None
     if keys_alone:
         meta, num_queries = row_meta_of_one(case, "cuda")

@@ -264,8 +264,7 @@ def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name:
 @pytest.mark.parametrize("rows", [7, 28])
 def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each(rows: int) -> None:
     """Two layers of Qwen3-8B without attention, replayed with changing rows and gates: the values that a tile
-    waits for change each time, and its counters start as the last replay left them.
-    """
+    waits for change each time, and its counters start as the last replay left them."""
     torch.manual_seed(0)
     linears = Linears()
     layers = [{name: adapted_weight(name) for name in ADAPTED} for _ in range(2)]

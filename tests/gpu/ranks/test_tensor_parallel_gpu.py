@@ -2,8 +2,7 @@
 
     python -m pytest tests/gpu/ranks/test_tensor_parallel_gpu.py -m gpu -s
 
-IDLM_RANKS_DEVICE=cpu rehearses it without a GPU, over gloo and without graphs being captured.
-"""
+IDLM_RANKS_DEVICE=cpu rehearses it without a GPU, over gloo and without graphs being captured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The container image and the compose file. No Docker engine runs here: both are parsed, and what can run
-without one runs.
-"""
+without one runs."""
 
 from __future__ import annotations
 

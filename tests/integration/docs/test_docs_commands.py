@@ -2,8 +2,7 @@
 
 They are composed (`idlm-train`), described on a small checkpoint (`idlm-generate`) or run on one prompt
 (`idlm-eval`), so every option exists. A block whose commands need more than this repository says so in a
-comment before it.
-"""
+comment before it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Every kind of export loads in transformers 4.57 with the logits and token ids of transformers 5.
 
 IDLM_TRANSFORMERS4 names a folder with transformers 4.57, tokenizers and huggingface_hub, which need the other
-packages of this environment: `make test-all` installs it.
-"""
+packages of this environment: `make test-all` installs it."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def every_kind(folder: Path) -> list[tuple[Path, Path | None]]:
 
 def scaled_positions(folder: Path) -> list[tuple[Path, Path | None]]:
     """Exports of a grown, untied base as transformers 5 saves it, and with the keys of the hub's older
-    checkpoints.
-    """
+    checkpoints."""
     base, old = folder / "base", folder / "old"
     base.mkdir()
     save_tokenizer(base)

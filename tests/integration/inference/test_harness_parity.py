@@ -30,8 +30,7 @@ Problem = tuple[str, list[str], int]
 
 def _problem(draw: random.Random) -> Problem:
     """A question, four answers, and the place of the right one. Some questions are longer than the context;
-    some answers are equal, begin with a space, or are a part of a character.
-    """
+    some answers are equal, begin with a space, or are a part of a character."""
     words = " ".join([*TEXTS, "Mia has 12 nuts , she's counting\u2026 and"]).split(" ")
     num = draw.choice([1, 1, 3, 3, 8, draw.choice([3, 30])])
     question = (

@@ -1,6 +1,5 @@
 """What a harness asks of an engine: texts up to a stop string, log-likelihoods. With lm-eval installed, also
-its own tasks.
-"""
+its own tasks."""
 
 from __future__ import annotations
 

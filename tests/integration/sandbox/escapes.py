@@ -2,8 +2,7 @@
 it must succeed: an attempt that fails everywhere shows nothing.
 
 Every function `try_...` is one attempt and returns what it reached; nothing, or an exception, is containment.
-`WORLD` holds what the host put up for it: paths, ports, process numbers.
-"""
+`WORLD` holds what the host put up for it: paths, ports, process numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """More programs that try to leave the sandbox: privileges, the kernel, resources, the verdict. They run
-inside alone; their text follows that of `escapes.py`.
-"""
+inside alone; their text follows that of `escapes.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """`recipes/serve_dynamo.py`: the engine answers requests in Dynamo's form, and behind Dynamo where it is
-installed.
-"""
+installed."""
 
 from __future__ import annotations
 

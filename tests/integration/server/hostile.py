@@ -1,7 +1,6 @@
 """Hostile artefacts: what a checkpoint of unknown origin may hold, for test_hostile_artefacts.py.
 
-A case has a name, a function that plants it in a copy of a good checkpoint, and words of the refusal.
-"""
+A case has a name, a function that plants it in a copy of a good checkpoint, and words of the refusal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The `openai` client's flows with log-probabilities of prompts, reasoning and tools, and its aborts.
 
 The tiny model knows no tags: for tests of these its answers are replaced by scripted ones on their way from
-the engine, a few characters for each pass.
-"""
+the engine, a few characters for each pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tools and structured answers through the clients that people use, on a model with a tokenizer like Qwen's.
 
 The model likes to think, to say something and to call `town`. The clients are not installed for tests: what
-they send is in `client_bodies.json`, as they wrote it, and the clients themselves run where they are.
-"""
+they send is in `client_bodies.json`, as they wrote it, and the clients themselves run where they are."""
 
 from __future__ import annotations
 

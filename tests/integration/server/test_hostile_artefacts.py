@@ -1,7 +1,6 @@
 """Checkpoints of unknown origin: each is refused by a UserError that names what is wrong; nothing in it runs.
 
-The table is hostile.py. `-p no:cacheprovider --durations=20` shows which refusals take longest.
-"""
+The table is hostile.py. `-p no:cacheprovider --durations=20` shows which refusals take longest."""
 
 from __future__ import annotations
 

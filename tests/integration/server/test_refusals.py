@@ -1,6 +1,5 @@
 """What the server refuses: requests without the key, too large ones, and bodies that make no sense. Each 4xx
-names the field and the rule; no request gets a 5xx.
-"""
+names the field and the rule; no request gets a 5xx."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ MOVES = ("rename", "replace", "link", "unlink", "remove", "rmdir", "mkdir", "fsy
 class CrashPlan:
     """Plan for one rank: nothing, or death at its `point`-th change (1-based) once `step` is reached.
 
-    `counts` only writes the list of points to `<trace>/points-<rank>.jsonl`.
-    """
+    `counts` only writes the list of points to `<trace>/points-<rank>.jsonl`."""
 
     rank: int = 0
     step: int = 0

@@ -3,8 +3,7 @@
 `pytest tests/integration/zero/test_zero.py -m sweep` adds stages of ZeRO, offload, bfloat16, DDP, adapters, a
 launcher, deaths, the watchdog, and that `shorten` leaves DeepSpeed's gradients, norms, clipping and skipped
 steps as they are (IDLM_ZERO_DEVICE=cuda IDLM_ZERO_PROCESSES=2: over NCCL, with larger layers).
-`python -m benchmarks.resume` runs the full counts of deaths.
-"""
+`python -m benchmarks.resume` runs the full counts of deaths."""
 
 from __future__ import annotations
 

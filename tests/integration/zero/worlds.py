@@ -1,7 +1,6 @@
 """Real `idlm-train` runs that are started, killed and resumed, and what must be equal at their ends.
 
-`benchmarks.resume` runs the full counts of deaths in them.
-"""
+`benchmarks.resume` runs the full counts of deaths in them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node N -m tests.integration.zero.zero2_gradient_steps FOLDER DEVICE
 
-Rank 0 writes what it found to FOLDER/results.json.
-"""
+Rank 0 writes what it found to FOLDER/results.json."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def engine_of(case: dict[str, Any], device: str, width: int) -> Any:
 
 def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -> dict[str, Any]:
     """Sums before each step, what AdamW is given, norms, overflows, weights after each step, which methods
-    are replaced, and how many waits there were when each backward pass started.
-    """
+    are replaced, and how many waits there were when each backward pass started."""
     engine = engine_of(case, device, width)
     optimizer = engine.optimizer
     before = set(vars(optimizer))

@@ -2,8 +2,7 @@
 
 `python -m tests.integration.zero.zero_runs FOLDER PART...` writes what happened as JSON.
 
-A process of its own, because it forks: the imports are paid once, and nothing of it reaches other tests.
-"""
+A process of its own, because it forks: the imports are paid once, and nothing of it reaches other tests."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ def orphans(folder: Path, base: Path) -> dict[str, Any]:
 
 def _reshard(folder: Path, base: Path, run: Path, two: worlds.World) -> dict[str, Any]:
     """Runs that go on with another number of processes: `run` from two to one, and that of the report from
-    one to two.
-    """
+    one to two."""
     lone = _bare(base, 1, **{"train.zero_stage": 2} | two.changes)
     results: dict[str, Any] = {"two to one": _resume(lone, run)}
     shutil.rmtree(folder / "report" / "out" / "run" / f"checkpoint-{worlds.STEPS}")
@@ -208,8 +206,7 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
 
 def adapters(folder: Path, base: Path) -> dict[str, Any]:
     """ZeRO-2 with its optimizer on the host, and ZeRO-3: both train an adapter, and go on from a checkpoint
-    without frozen weights.
-    """
+    without frozen weights."""
     adapter: dict[str, Any] = {"adapter.rank": 4, "adapter.alpha": 8}
     adapter["train.stages"] = f"[{{stride: 2, steps: {worlds.STAGE_END}}}, {{stride: 3, steps: 2}}]"
     one = worlds.World(folder / "one", base, 1, **adapter)

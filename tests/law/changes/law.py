@@ -1,8 +1,7 @@
 """The law of answers whose logits change by the tokens before them, by enumeration; settings and draws.
 
 The oracle shares no code with the engine: it counts the tokens of every continuation of the toy, and takes
-logits and the warpers after the changes from transformers. X continuations, V vocabulary, H tokens before.
-"""
+logits and the warpers after the changes from transformers. X continuations, V vocabulary, H tokens before."""
 
 from __future__ import annotations
 

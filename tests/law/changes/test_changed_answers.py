@@ -1,6 +1,5 @@
 """Answers with penalties, biases and bans: greedy ISD as AR, lengths and runs to the token, block diffusion
-as its slow decoder, and neighbours, preemption, grammars and log-probabilities that do not notice.
-"""
+as its slow decoder, and neighbours, preemption, grammars and log-probabilities that do not notice."""
 
 from __future__ import annotations
 

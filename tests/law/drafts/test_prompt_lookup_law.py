@@ -1,8 +1,7 @@
 """The sampling law with drafts that are looked up in the sequence itself: the AR law, as without them.
 
 By default few draws of one case; every strategy: `-m "sweep or not sweep"`. Of five tokens the last one
-nearly always occurred before.
-"""
+nearly always occurred before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sets and bytes of accelerators on random blocks, in fp64.
 
 Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
-never stored are NaN. B sequences, R rows, W positions of a block, K KV heads, H head dim.
-"""
+never stored are NaN. B sequences, R rows, W positions of a block, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) 
 @pytest.mark.parametrize("name", ["mage", "sparsed"])
 def test_memory_for_ranking_is_asked_for(name: str) -> None:
     """At least what a pass keeps: queries of the blocks' rows of each sparse layer, and their sums. Rows of
-    prompts are kept for one layer at a time, however many layers there are.
-    """
+    prompts are kept for one layer at a time, however many layers there are."""
     kind, spec = ACCELERATORS.get(name), dataclasses.replace(SPEC, num_layers=40)
     made = kind(kind.Config(k=8), spec)
     index_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4

@@ -1,6 +1,5 @@
 """The commands of `benchmarks`: each one starts, says how it is used, and refuses unknown arguments. Their
-rows are complete or refused, and a README figure without a row is found.
-"""
+rows are complete or refused, and a README figure without a row is found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """How `idlm-chat` and `idlm-bench` read streams of servers, ours and others, and what `idlm-chat` shows of
-them.
-"""
+them."""
 
 from __future__ import annotations
 

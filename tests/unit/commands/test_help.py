@@ -1,6 +1,5 @@
 """Help, typos and missing keys of the command lines: what they say, and that they say it
-without importing torch.
-"""
+without importing torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """An output file holds valid JSON, whatever numbers a model returned, and belongs to one run at a time; its
-records are found again by the run after.
-"""
+records are found again by the run after."""
 
 from __future__ import annotations
 

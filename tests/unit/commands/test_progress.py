@@ -1,6 +1,5 @@
 """Progress of long runs: a bar that fits the terminal, plain lines elsewhere, and nothing
-on standard output.
-"""
+on standard output."""
 
 from __future__ import annotations
 

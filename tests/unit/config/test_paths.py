@@ -1,6 +1,5 @@
 """A path means the same file in every option, and a run goes on where its files were moved as a whole. Files
-that are read whole are regular ones of a bounded size.
-"""
+that are read whole are regular ones of a bounded size."""
 
 from __future__ import annotations
 

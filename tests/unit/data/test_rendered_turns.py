@@ -1,6 +1,5 @@
 """What of a conversation is trained under templates of many forms: thoughts, first turns, ends, and what a
-template leaves out.
-"""
+template leaves out."""
 
 from __future__ import annotations
 

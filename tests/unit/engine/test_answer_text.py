@@ -1,6 +1,5 @@
 """Text of answers: the same streamed or whole, ended by stop ids and stop strings, which a search of the
-whole text finds.
-"""
+whole text finds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The torch path of lists, and of sums before blocks, against slow references; unseen slots hold NaN.
 
-tests/kernels/interpreted/sparse/listed_attention.py checks the kernels alike.
-"""
+tests/kernels/interpreted/sparse/listed_attention.py checks the kernels alike."""
 
 from __future__ import annotations
 

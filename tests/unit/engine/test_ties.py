@@ -1,8 +1,7 @@
 """Exact ties have one order on every device: lower token ids, left positions, lower slots, lower experts
 first.
 
-tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order; see tests/margins.py.
-"""
+tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order; see tests/margins.py."""
 
 from __future__ import annotations
 

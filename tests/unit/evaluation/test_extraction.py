@@ -1,6 +1,5 @@
 """Answers are found where the paper looks for them (H.4), mathematical ones are compared, and intervals cover
-the truth.
-"""
+the truth."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 What other programs read, by name: vLLM 0.24 (`transformers_utils/config.py` and
 `model_arch_config_convertor.py`, `model_executor/models/llama.py` and `qwen3.py`) and SGLang 0.5.23
 (`srt/configs/model_config.py`; `srt/utils/hf_transformers/common.py`: `rope_parameters`, else `rope_theta`
-and `rope_scaling`; `dtype`, else `torch_dtype`). Both read through the config class of their transformers.
-"""
+and `rope_scaling`; `dtype`, else `torch_dtype`). Both read through the config class of their transformers."""
 
 from __future__ import annotations
 

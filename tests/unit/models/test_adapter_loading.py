@@ -72,8 +72,7 @@ def test_peft_loads_the_export_and_agrees_on_rows_that_are_all_masks(
     base: Path, tmp_path: Path, mask_row: bool
 ) -> None:
     """PEFT knows no gate, so that it computes what we do where every row is a MASK row. The embedding of MASK
-    rows is not its business: it is handed to PEFT as an input embedding.
-    """
+    rows is not its business: it is handed to PEFT as an input embedding."""
     import transformers
     from peft import PeftModel
 

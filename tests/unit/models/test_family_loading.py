@@ -1,6 +1,5 @@
 """What tells model families apart: the traps of loading by number, each refused or
-read right.
-"""
+read right."""
 
 from __future__ import annotations
 

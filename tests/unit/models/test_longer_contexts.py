@@ -97,8 +97,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_cached_keys_stay_valid_beyond_the_trained_length(toy: Path, tmp_path: Path) -> None:
     """Answers of prompts in chunks, which grow past the trained length, equal those of a checkpoint that was
-    written with the larger base.
-    """
+    written with the larger base."""
     config = json.loads((toy / "config.json").read_text())
     spec = extended(spec_of(config), config, 4.0)
     other = tmp_path / "other"

@@ -1,6 +1,5 @@
 """Checkpoint files whose values are of another type, or no numbers to compute with: refused by code and name,
-never a traceback and never other arithmetic.
-"""
+never a traceback and never other arithmetic."""
 
 from __future__ import annotations
 

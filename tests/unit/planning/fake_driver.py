@@ -13,8 +13,7 @@ PAGE = 2 << 20
 class FakeDriver:
     """Addresses are offsets into one tensor; memory is counted and every rule of the real calls is checked.
 
-    `refuse_after` calls that can fail (create, map, set_access) succeed, and the next one raises.
-    """
+    `refuse_after` calls that can fail (create, map, set_access) succeed, and the next one raises."""
 
     granularity = PAGE
 

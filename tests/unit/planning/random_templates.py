@@ -2,8 +2,7 @@
 
 The simulation walks the steps, marks what each write overwrites, and fails when an op reads a tensor that
 something else has overwritten. A tensor that outlives a loop is written in slices: only the first iteration
-makes it valid again.
-"""
+makes it valid again."""
 
 from __future__ import annotations
 

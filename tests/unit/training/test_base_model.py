@@ -1,6 +1,5 @@
 """A base is loaded whole or refused, with its mask token and a reason; so is a model that would be trained as
-another one.
-"""
+another one."""
 
 from __future__ import annotations
 

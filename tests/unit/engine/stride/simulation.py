@@ -3,8 +3,7 @@
 A pass takes what the recorded step of its mode does on an H200 with Qwen3-8B's shape, else one of as many
 rows; times deviate by seed in ways that no warm-up shows. It emits what its sequences' draft buffers let it
 expect, so that no draw decides a figure, while the controller sees draws. Drafts from verification rows have
-a chance of their own; the trace `p0.90` has none that pass.
-"""
+a chance of their own; the trace `p0.90` has none that pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The stride controller on a machine made of recorded step times: after a warm-up, it is near the best mode.
 
 Time is a curve over rows plus the reading of contexts, both from the recorded steps of an H200 with
-Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show.
-"""
+Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show."""
 
 from __future__ import annotations
 

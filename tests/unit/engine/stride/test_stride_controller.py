@@ -1,6 +1,5 @@
 """The choice of the mode, on simulated machines with a memory-bound floor and a cost per row, and what it
-remembers of drafts.
-"""
+remembers of drafts."""
 
 from __future__ import annotations
 
