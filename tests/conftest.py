@@ -70,3 +70,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 10)
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint, which tests only read."""
+    from tests.toy import write_toy_checkpoint
+
+    return write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="session")
+def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose drafts are often right."""
+    from tests.contracts.engines import write_foreseeing_toy
+
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))

@@ -33,7 +33,6 @@ from tests.contracts.engines import (
     prompts_of,
     watch_passes,
     write_converted_toy,
-    write_foreseeing_toy,
 )
 from tests.ranks import group_engine, group_of_threads
 from tests.toy import ARCHITECTURES, load_model
@@ -48,11 +47,6 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 WEIGHTS = "model.safetensors"
 
 pytestmark = pytest.mark.filterwarnings("ignore:stride")
-
-
-@pytest.fixture(scope="module")
-def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -26,7 +26,6 @@ from tests.contracts.engines import (
     tokens_per_forward,
     with_length,
     write_converted_toy,
-    write_foreseeing_toy,
 )
 from tests.toy import ARCHITECTURES
 
@@ -39,11 +38,6 @@ def _lengths(stride: int) -> list[int]:
     width = 2 * stride - 1
     edges = [1, width, 2 * stride, width - 1, 30, 1 + MAX_BATCHED_TOKENS + width]
     return [*edges, 2, 5, 17, 3, 9, 4, 25, 7, 1, 11]
-
-
-@pytest.fixture(scope="module")
-def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

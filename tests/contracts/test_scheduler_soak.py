@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
@@ -25,7 +24,6 @@ from tests.contracts.engines import (
     assert_idle,
     build_engine,
     prompts_of,
-    write_foreseeing_toy,
 )
 from tests.prefix_simulation import check_pages
 
@@ -36,12 +34,6 @@ TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_num_batched_to
 ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_num_batched_tokens": 4096, "max_length": 64}
 DECODERS = ["ar", "branch", "tree"]
 AS_ON_A_GPU: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +73,10 @@ def _arrivals(count: int, seed: int) -> list[Arrival]:
     ]
 
 
-def _engine(checkpoint: Path, decoder: str, options: dict[str, Any]) -> Engine:
+def _engine(foreseeing: Path, decoder: str, options: dict[str, Any]) -> Engine:
     if decoder == "ar":
-        return build_engine(checkpoint, "ar", **options)
-    return build_engine(checkpoint, "isd", stride=4, rejection_strategy=decoder, **options)
+        return build_engine(foreseeing, "ar", **options)
+    return build_engine(foreseeing, "isd", stride=4, rejection_strategy=decoder, **options)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,9 +141,9 @@ class _Soak:
 @pytest.mark.parametrize(
     ("decoder", "options"), [*zip(DECODERS, itertools.cycle((AS_ON_A_GPU, {})), strict=False)], ids=str
 )
-def test_soak(checkpoint: Path, decoder: str, options: dict[str, Any]) -> None:
+def test_soak(foreseeing: Path, decoder: str, options: dict[str, Any]) -> None:
     """Also with results that are read three passes late, and with passes of static shape."""
-    cache = _check_soak(checkpoint, decoder, NUM_REQUESTS, options)
+    cache = _check_soak(foreseeing, decoder, NUM_REQUESTS, options)
     assert cache is not None
     counts = cache.counts
     assert min(counts.num_hit_tokens, counts.num_evicted) > NUM_REQUESTS // 4, counts
@@ -159,13 +151,13 @@ def test_soak(checkpoint: Path, decoder: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.decides
-def test_soak_without_a_prefix_cache(checkpoint: Path) -> None:
-    assert _check_soak(checkpoint, "branch", 100, {"num_inflight_steps": 3, "prefix_cache": False}) is None
+def test_soak_without_a_prefix_cache(foreseeing: Path) -> None:
+    assert _check_soak(foreseeing, "branch", 100, {"num_inflight_steps": 3, "prefix_cache": False}) is None
 
 
-def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, Any]) -> PrefixCache | None:
+def _check_soak(foreseeing: Path, decoder: str, count: int, options: dict[str, Any]) -> PrefixCache | None:
     arrivals = _arrivals(count, seed=DECODERS.index(decoder))
-    soak = _Soak(engine=_engine(checkpoint, decoder, TINY | options), finished={}, struck={})
+    soak = _Soak(engine=_engine(foreseeing, decoder, TINY | options), finished={}, struck={})
     soak.run(arrivals)
     assert_idle(soak.engine)
     assert soak.engine.scheduler.num_preemptions > count // 50
@@ -173,7 +165,7 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     assert 0.25 * count < sum(soak.struck.values()) < 0.45 * count
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
-    roomy = _engine(checkpoint, decoder, ROOMY | {"prefix_cache": False})
+    roomy = _engine(foreseeing, decoder, ROOMY | {"prefix_cache": False})
     undisturbed, is_clear = answers_and_margins(
         roomy, [a.prompt for a in arrivals], [a.params for a in arrivals]
     )
@@ -190,8 +182,8 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     return soak.engine.pool.cache
 
 
-def test_closing_a_stream_frees_the_request(checkpoint: Path) -> None:
-    engine, params = _engine(checkpoint, "tree", TINY), SamplingParams(max_tokens=20, seed=0)
+def test_closing_a_stream_frees_the_request(foreseeing: Path) -> None:
+    engine, params = _engine(foreseeing, "tree", TINY), SamplingParams(max_tokens=20, seed=0)
     with pytest.raises(UserError):
         engine.stream([])
     engine.stream([1, 2, 3], params).close()
@@ -202,9 +194,9 @@ def test_closing_a_stream_frees_the_request(checkpoint: Path) -> None:
     assert_idle(engine)
 
 
-def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) -> None:
+def test_drafts_behind_the_end_of_an_answer_are_not_counted(foreseeing: Path) -> None:
     """A longer answer by one token has one more accepted draft or none: that token was a draft or was not."""
-    engine = build_engine(checkpoint, "isd", stride=4, rejection_strategy="cold")
+    engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy="cold")
     [prompt] = prompts_of([1], vocab_size=CYCLE)
     params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for m in range(1, 25)]
     answers = engine.generate([prompt] * len(params), params)
@@ -212,8 +204,8 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) ->
     assert {after - before for before, after in itertools.pairwise([0, *accepted])} == {0, 1}
 
 
-def test_generate_keeps_the_events_of_other_requests(checkpoint: Path) -> None:
-    engine = _engine(checkpoint, "ar", {})
+def test_generate_keeps_the_events_of_other_requests(foreseeing: Path) -> None:
+    engine = _engine(foreseeing, "ar", {})
     params = SamplingParams(temperature=0, max_tokens=6)
     engine.add_request("others", [3, 1, 4], params)
     [alone] = engine.generate([[2, 7]], params)

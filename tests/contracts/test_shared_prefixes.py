@@ -23,7 +23,6 @@ from tests.contracts.engines import (
     build_engine,
     clear_answers,
     prompts_of,
-    write_foreseeing_toy,
 )
 
 DECODERS = ["ar", "branch", "tree"]
@@ -33,15 +32,10 @@ AHEAD: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"}
 TIGHT = {**ROOMY, "num_pages": 26}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
-
-
-def _engine(checkpoint: Path, decoder: str, **options: object) -> Engine:
+def _engine(foreseeing: Path, decoder: str, **options: object) -> Engine:
     if decoder == "ar":
-        return build_engine(checkpoint, "ar", **options)
-    return build_engine(checkpoint, "isd", stride=4, rejection_strategy=decoder, **options)
+        return build_engine(foreseeing, "ar", **options)
+    return build_engine(foreseeing, "isd", stride=4, rejection_strategy=decoder, **options)
 
 
 def _prompts() -> list[list[int]]:
@@ -69,12 +63,12 @@ def _output(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
 
 @functools.cache
 def _uncached(
-    checkpoint: Path, decoder: str
+    foreseeing: Path, decoder: str
 ) -> tuple[list[list[int]], list[SamplingParams], list[tuple[Any, ...]]]:
     """Prompts, settings, and what an engine without a prefix cache says."""
     prompts = _prompts()
     params = _params(len(prompts))
-    engine = _engine(checkpoint, decoder, **ROOMY, prefix_cache=False)
+    engine = _engine(foreseeing, decoder, **ROOMY, prefix_cache=False)
     completions = clear_answers(engine, prompts, params)
     assert {c.num_cached_tokens for c in completions} == {0}
     assert decoder == "ar" or acceptance_of(completions) > 0.2, acceptance_of(completions)
@@ -90,18 +84,18 @@ def _uncached(
         for decoder, way in zip(DECODERS, itertools.cycle((AHEAD, {})), strict=False)
     ],
 )
-def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, way: dict[str, Any]) -> None:
+def test_answers_are_those_without_a_cache(foreseeing: Path, decoder: str, way: dict[str, Any]) -> None:
     """From a cold cache, from a full one (all whole pages of every prompt are in it), and when pages
     are so few that they are evicted and sequences preempted."""
-    prompts, params, expected = _uncached(checkpoint, decoder)
-    engine = _engine(checkpoint, decoder, **ROOMY, **way)
+    prompts, params, expected = _uncached(foreseeing, decoder)
+    engine = _engine(foreseeing, decoder, **ROOMY, **way)
     assert _output(engine.generate(prompts, params)) == expected
     again = engine.generate(prompts, params)
     assert _output(again) == expected
     assert [c.num_cached_tokens for c in again] == [(c.num_prompt_tokens - 1) // PAGE * PAGE for c in again]
     assert_idle(engine)
 
-    tight = _engine(checkpoint, decoder, **TIGHT, **way)
+    tight = _engine(foreseeing, decoder, **TIGHT, **way)
     for _ in range(2):
         assert _output(tight.generate(prompts, params)) == expected
     assert tight.scheduler.num_preemptions > 0
@@ -113,9 +107,9 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, way: 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("decoder", ["branch"])
-def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_pages_are_never_read(foreseeing: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages hold NaN from the moment they are free or evicted."""
-    engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
+    engine = _engine(foreseeing, decoder, **TIGHT, num_inflight_steps=3)
     memory = engine._parts.runner._cache
     release, evict = PagePool._decref, PrefixCache.evict
     num_poisoned = 0
@@ -138,31 +132,31 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
     monkeypatch.setattr(PagePool, "_decref", releasing)
     monkeypatch.setattr(PrefixCache, "evict", evicting)
     poison(range(engine.pool.num_pages))
-    prompts, params, expected = _uncached(checkpoint, decoder)
+    prompts, params, expected = _uncached(foreseeing, decoder)
     for _ in range(2):
         assert _output(engine.generate(prompts, params)) == expected
     assert num_poisoned > 200
 
 
-def test_samples_share_their_prompt(checkpoint: Path) -> None:
+def test_samples_share_their_prompt(foreseeing: Path) -> None:
     """All arrive at once: the first stores the prompt, in the very pass in which the others read it."""
-    engine = _engine(checkpoint, "tree", **{**ROOMY, "max_num_batched_tokens": 100})
+    engine = _engine(foreseeing, "tree", **{**ROOMY, "max_num_batched_tokens": 100})
     [prompt] = prompts_of([30], vocab_size=CYCLE)
     completions = engine.generate([prompt], SamplingParams(max_tokens=6, seed=3, n=8))
     assert [c.num_cached_tokens for c in completions] == [0, *[28] * 7]
-    plain = _engine(checkpoint, "tree", **ROOMY, prefix_cache=False)
+    plain = _engine(foreseeing, "tree", **ROOMY, prefix_cache=False)
     expected = clear_answers(plain, [prompt], SamplingParams(max_tokens=6, seed=3, n=8))
     assert _output(completions) == _output(expected)
 
 
-def test_a_conversation_goes_on_where_it_ended(checkpoint: Path) -> None:
+def test_a_conversation_goes_on_where_it_ended(foreseeing: Path) -> None:
     """The answer's KV is kept as well, but for its last token, which was never fed."""
-    engine = _engine(checkpoint, "branch", **ROOMY)
+    engine = _engine(foreseeing, "branch", **ROOMY)
     [prompt, more] = prompts_of([11, 3], vocab_size=CYCLE)
     [answer] = engine.generate([prompt], SamplingParams(max_tokens=14, seed=1))
     longer = [*prompt, *answer.token_ids, *more]
     [next_answer] = engine.generate([longer], SamplingParams(max_tokens=5, seed=1))
     assert next_answer.num_cached_tokens == (11 + 14 - 1) // PAGE * PAGE
-    plain = _engine(checkpoint, "branch", **ROOMY, prefix_cache=False)
+    plain = _engine(foreseeing, "branch", **ROOMY, prefix_cache=False)
     [expected] = clear_answers(plain, [longer], SamplingParams(max_tokens=5, seed=1))
     assert next_answer.token_ids == expected.token_ids

@@ -29,7 +29,6 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
-    write_foreseeing_toy,
 )
 from tests.prefix_simulation import check_pages
 from tests.ranks import group_engine, group_of_threads
@@ -43,19 +42,14 @@ LENGTHS = (3, 22, 9, 13, 5)
 MAX_PASSES = 400
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
-
-
 def _prompts() -> list[list[int]]:
     """The first tokens of three are the same: the prefix cache has something to do."""
     prompts = prompts_of(LENGTHS, vocab_size=CYCLE)
     return [prompts[1][:12] + prompt if k % 2 else prompt for k, prompt in enumerate(prompts)]
 
 
-def _engine(checkpoint: Path, decoder: str, **options: Any) -> Engine:
-    return build_engine(checkpoint, decoder, max_num_seqs=4, **options)
+def _engine(foreseeing: Path, decoder: str, **options: Any) -> Engine:
+    return build_engine(foreseeing, decoder, max_num_seqs=4, **options)
 
 
 def _add(engine: Engine, max_tokens: int = 8) -> None:
@@ -95,14 +89,14 @@ def _check_survivors(found: dict[str, Completion], expected: dict[str, Completio
 
 
 def _shortages(
-    checkpoint: Path,
+    foreseeing: Path,
     decoder: str,
     options: dict[str, Any],
     way: dict[str, Any],
     failures: Iterable[tuple[int, int]],
 ) -> None:
     """`failures`: the number of the allocation that fails first, and how many fail in a row."""
-    engine = _engine(checkpoint, decoder, **options, **way)
+    engine = _engine(foreseeing, decoder, **options, **way)
     _add(engine)
     expected = _drain(engine)
     for number, num_failing in failures:
@@ -114,16 +108,16 @@ def _shortages(
         engine.pool.reset()
 
 
-def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(checkpoint: Path) -> None:
-    _shortages(checkpoint, *DECODERS[0], WAYS[1], itertools.product(range(1, 101, 24), (1, 2)))
+def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(foreseeing: Path) -> None:
+    _shortages(foreseeing, *DECODERS[0], WAYS[1], itertools.product(range(1, 101, 24), (1, 2)))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [0, 1], ids=["ar", "isd"])
-def test_a_shortage_at_many_allocations(checkpoint: Path, number: int) -> None:
+def test_a_shortage_at_many_allocations(foreseeing: Path, number: int) -> None:
     """Every second one fails twice in a row."""
     failures = ((first, 1 + first % 2) for first in range(1, 101, 5))
-    _shortages(checkpoint, *DECODERS[number], WAYS[1 - number], failures)
+    _shortages(foreseeing, *DECODERS[number], WAYS[1 - number], failures)
 
 
 def _fail_passes(monkeypatch: pytest.MonkeyPatch, engine: Engine, fails: Any) -> list[int]:
@@ -143,11 +137,11 @@ def _fail_passes(monkeypatch: pytest.MonkeyPatch, engine: Engine, fails: Any) ->
 
 @pytest.mark.sweep
 def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that always holds; and later, when it does no more, the old pieces come back."""
     monkeypatch.setattr(schedulers, "STEPS_TO_RESTORE", 4)
-    engine = _engine(checkpoint, "ar", max_num_batched_tokens=48)
+    engine = _engine(foreseeing, "ar", max_num_batched_tokens=48)
     _add(engine)
     expected = _drain(engine)
     engine.pool.reset()
@@ -168,11 +162,11 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
 def test_modes_that_do_not_fit_into_memory_cost_no_answer(
-    checkpoint: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stride 1 always fits: the controller tries wider passes, and goes on without them."""
-    expected = clear_answers(build_engine(checkpoint, "ar"), _prompts(), greedy(max_tokens=40))
-    engine = _engine(checkpoint, "isd", stride=MAX_STRIDE, adaptive=True, **way)
+    expected = clear_answers(build_engine(foreseeing, "ar"), _prompts(), greedy(max_tokens=40))
+    engine = _engine(foreseeing, "isd", stride=MAX_STRIDE, adaptive=True, **way)
     forward, num_failed = Runner.forward, 0
 
     def short(runner: Runner, plan: StepPlan) -> Any:
@@ -189,9 +183,9 @@ def test_modes_that_do_not_fit_into_memory_cost_no_answer(
 
 
 def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = _engine(checkpoint, "isd", stride=4)
+    engine = _engine(foreseeing, "isd", stride=4)
     with monkeypatch.context() as patch:
         sizes = _fail_passes(patch, engine, lambda rows: True)
         _add(engine)
@@ -205,9 +199,9 @@ def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first
 
 
 def test_generate_and_stream_raise_for_their_own_requests_only(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = _engine(checkpoint, "ar", max_num_batched_tokens=512)
+    engine = _engine(foreseeing, "ar", max_num_batched_tokens=512)
     short = {"passes": 0}
 
     def fails(rows: int) -> bool:
@@ -238,9 +232,9 @@ def test_generate_and_stream_raise_for_their_own_requests_only(
     assert_idle(engine)
 
 
-def test_other_errors_reach_the_caller(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_reach_the_caller(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But one that comes of giving up a capture, for which memory was short, is a shortage."""
-    engine = _engine(checkpoint, "ar")
+    engine = _engine(foreseeing, "ar")
     launch = engine._worker.launch
 
     def failing(schedule: Any) -> Any:
@@ -264,10 +258,10 @@ def test_other_errors_reach_the_caller(checkpoint: Path, monkeypatch: pytest.Mon
     assert {answer.finish_reason for answer in _drain(engine).values()} == {"length"}
 
 
-def test_ranks_end_with_the_reason(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_end_with_the_reason(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("idlm.infer.distributed.launcher.FAILURE_REASON_TIMEOUT", 0.1)
     with group_of_threads(2) as group:
-        engine = group_engine(group, checkpoint, "ar")
+        engine = group_engine(group, foreseeing, "ar")
         step = engine._parts.step
         monkeypatch.setattr(type(step), "__call__", _short_on_rank_0(engine, type(step).__call__))
         for _ in range(2):
@@ -298,9 +292,9 @@ class _Graph:
         """Nothing to do."""
 
 
-def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_few_and_those_in_use_stay(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("idlm.infer.runtime.graphs.cuda_graphs.MAX_CUDA_GRAPHS", 3)
-    engine = _engine(checkpoint, "ar", graphs="on")
+    engine = _engine(foreseeing, "ar", graphs="on")
     step = engine._parts.step
     assert isinstance(step, StaticStep)
     _add(engine)
@@ -325,9 +319,9 @@ def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pyt
     assert captured == [0, 1, 2, 3, 1, 0]
 
 
-def test_a_reserved_lane_is_for_a_client_that_has_none(checkpoint: Path) -> None:
+def test_a_reserved_lane_is_for_a_client_that_has_none(foreseeing: Path) -> None:
     """All other lanes are one client's: the request of another has its first token a few passes later."""
-    engine = build_engine(checkpoint, "isd", stride=3, max_num_seqs=3)
+    engine = build_engine(foreseeing, "isd", stride=3, max_num_seqs=3)
     engine.scheduler.num_reserved_lanes = 1
     prompts = prompts_of([5, 9, 3, 7], vocab_size=CYCLE)
     for number in range(3):

@@ -28,7 +28,6 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
-    write_foreseeing_toy,
 )
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
@@ -45,17 +44,12 @@ WAYS: list[dict[str, Any]] = [
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
-
-
 @functools.cache
-def _expected(checkpoint: Path, decoder: str, options: tuple[tuple[str, Any], ...]) -> list[Completion]:
+def _expected(foreseeing: Path, decoder: str, options: tuple[tuple[str, Any], ...]) -> list[Completion]:
     """Answers of exact shapes; those of greedy AR for strides that follow the clock."""
     if dict(options).get("adaptive"):
-        return _expected(checkpoint, "ar", ())
-    return clear_answers(build_engine(checkpoint, decoder, **dict(options)), PROMPTS, greedy(max_tokens=20))
+        return _expected(foreseeing, "ar", ())
+    return clear_answers(build_engine(foreseeing, decoder, **dict(options)), PROMPTS, greedy(max_tokens=20))
 
 
 @pytest.mark.sweep_but(1)
@@ -66,10 +60,10 @@ def _expected(checkpoint: Path, decoder: str, options: tuple[tuple[str, Any], ..
     ids=str,
 )
 def test_answers_are_those_of_exact_shapes_read_at_once(
-    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
+    foreseeing: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
-    expected = _expected(checkpoint, decoder, tuple(options.items()))
-    engine = build_engine(checkpoint, decoder, **options, **way)
+    expected = _expected(foreseeing, decoder, tuple(options.items()))
+    engine = build_engine(foreseeing, decoder, **options, **way)
     found = engine.generate(PROMPTS, greedy(max_tokens=20))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert_idle(engine)
@@ -80,12 +74,12 @@ def test_answers_are_those_of_exact_shapes_read_at_once(
 
 
 @pytest.mark.decides
-def test_draws_and_logprobs_are_the_same_too(checkpoint: Path) -> None:
+def test_draws_and_logprobs_are_the_same_too(foreseeing: Path) -> None:
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=k, max_tokens=16, logprobs=k) for k in range(4)
     ]
-    plain = clear_answers(build_engine(checkpoint, "isd", stride=3), PROMPTS[:4], params)
-    padded = build_engine(checkpoint, "isd", stride=3, graphs="on", num_inflight_steps=3).generate(
+    plain = clear_answers(build_engine(foreseeing, "isd", stride=3), PROMPTS[:4], params)
+    padded = build_engine(foreseeing, "isd", stride=3, graphs="on", num_inflight_steps=3).generate(
         PROMPTS[:4], params
     )
     for mine, other in zip(padded, plain, strict=True):
@@ -97,11 +91,11 @@ def test_draws_and_logprobs_are_the_same_too(checkpoint: Path) -> None:
             assert found.top == pytest.approx(expected.top, abs=1e-5)
 
 
-def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: Path) -> None:
-    stop = build_engine(checkpoint, "ar").generate([PROMPTS[2]], greedy(max_tokens=8))[0].token_ids[5]
+def test_an_answer_stops_where_it_should_however_late_that_is_seen(foreseeing: Path) -> None:
+    stop = build_engine(foreseeing, "ar").generate([PROMPTS[2]], greedy(max_tokens=8))[0].token_ids[5]
     params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(stop,))
-    [expected] = clear_answers(build_engine(checkpoint, "isd", stride=4), [PROMPTS[2]], params)
-    engine = build_engine(checkpoint, "isd", stride=4, num_inflight_steps=6, graphs="on")
+    [expected] = clear_answers(build_engine(foreseeing, "isd", stride=4), [PROMPTS[2]], params)
+    engine = build_engine(foreseeing, "isd", stride=4, num_inflight_steps=6, graphs="on")
     [found] = engine.generate([PROMPTS[2]], params)
     assert found.finish_reason == "stop"
     assert (found.token_ids, found.num_forwards) == (expected.token_ids, expected.num_forwards)
@@ -109,7 +103,7 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
 
 
 def test_results_are_read_while_a_long_queue_of_kernels_runs(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a pass without a graph one step is under way, else as many as the setting says."""
     call = StaticStep.__call__
@@ -121,7 +115,7 @@ def test_results_are_read_while_a_long_queue_of_kernels_runs(
     monkeypatch.setattr(StaticStep, "__call__", queued)
     maximum = 3
     options: dict[str, Any] = {"max_num_batched_tokens": 4, "num_inflight_steps": maximum, "graphs": "on"}
-    engine = build_engine(checkpoint, "ar", **options)
+    engine = build_engine(foreseeing, "ar", **options)
     for name, prompt in enumerate(PROMPTS):
         engine.add_request(str(name), prompt, greedy(max_tokens=20))
     seen: dict[bool, list[int]] = {True: [], False: []}
@@ -131,13 +125,13 @@ def test_results_are_read_while_a_long_queue_of_kernels_runs(
         if engine._inflight:
             seen[engine._inflight[-1].is_queued].append(len(engine._inflight))
     assert max(seen[True]) == 1 and max(seen[False]) == maximum
-    expected = _expected(checkpoint, "ar", ())
+    expected = _expected(foreseeing, "ar", ())
     assert [found[str(name)] for name in range(len(PROMPTS))] == [answer.token_ids for answer in expected]
     assert_idle(engine)
 
 
 def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wide pass may emit beyond the end, which the host learns later; the next passes are of stride 1."""
     forward, num_beyond = Runner.forward, 0
@@ -151,7 +145,7 @@ def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
 
     monkeypatch.setattr(Runner, "forward", checked)
     settings = {"stride": MAX_STRIDE, "adaptive": True, "num_inflight_steps": 2, "prefix_cache": False}
-    engine = build_engine(checkpoint, "isd", **settings)
+    engine = build_engine(foreseeing, "isd", **settings)
     widest = len(engine.decoder.modes) - 1
     for max_tokens in range(11, 17):
         modes = itertools.chain([widest] * 4, itertools.repeat(0))
@@ -185,9 +179,9 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
         ({"attention": "tritn"}, "did you mean 'triton'"),
     ],
 )
-def test_bad_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+def test_bad_settings_are_named(foreseeing: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match="IDLM-0415") as caught:
-        build_engine(checkpoint, "ar", **options)
+        build_engine(foreseeing, "ar", **options)
     assert words in caught.value.message
 
 

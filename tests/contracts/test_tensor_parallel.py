@@ -39,7 +39,6 @@ from tests.contracts.engines import (
     greedy,
     prompts_of,
     simulate_graphs,
-    write_foreseeing_toy,
 )
 from tests.interrupts import ctrl_c_raises
 from tests.ranks import group_engine, group_of_threads, shards_of
@@ -69,11 +68,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:stride")
 def pair() -> Iterator[TensorParallelGroup]:
     with group_of_threads(2) as group:
         yield group
-
-
-@pytest.fixture(scope="module")
-def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
 
 
 def _toy(directory: Path, architecture: str, **options: Any) -> Path:

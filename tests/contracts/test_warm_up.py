@@ -30,7 +30,6 @@ from tests.contracts.engines import (
     greedy,
     prompts_of,
     simulate_graphs,
-    write_foreseeing_toy,
 )
 from tests.toy import write_spelling_toy
 
@@ -42,11 +41,6 @@ LETTERS = Constraint(kind="regex", text="(foo|bar)+[0-9]{3,8}")
 def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulate_graphs(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
 
 
 def _step(engine: Engine) -> StaticStep:
@@ -68,14 +62,14 @@ def _step(engine: Engine) -> StaticStep:
     ids=str,
 )
 def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
-    checkpoint: Path, decoder: str, options: dict[str, Any], num_inflight: int
+    foreseeing: Path, decoder: str, options: dict[str, Any], num_inflight: int
 ) -> None:
     name = "ar" if options.get("adaptive") else decoder
     choices = {} if name == "ar" else options
-    plain = build_engine(checkpoint, name, graphs="off", **choices)
+    plain = build_engine(foreseeing, name, graphs="off", **choices)
     expected = clear_answers(plain, PROMPTS, greedy(max_tokens=20))
     engine = build_engine(
-        checkpoint, decoder, graphs="on", warmup="full", num_inflight_steps=num_inflight, **options
+        foreseeing, decoder, graphs="on", warmup="full", num_inflight_steps=num_inflight, **options
     )
     ahead = engine.metrics()["graphs_captured_ahead"]
     assert ahead == len(_step(engine)._graphs) > 10
@@ -137,9 +131,9 @@ def test_passes_with_grammars_have_graphs_too(tmp_path: Path, settings: dict[str
 
 
 def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full", max_num_seqs=40)
+    engine = build_engine(foreseeing, "ar", graphs="on", warmup="full", max_num_seqs=40)
     step, eager = _step(engine), []
     sizes = sorted({shape.num_sequences for shape in step._graphs})
     assert sizes[-1] == 40
@@ -171,10 +165,10 @@ def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
 
 @pytest.mark.sweep
 def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_EAGER_PASSES", 6)
-    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
+    engine = build_engine(foreseeing, "ar", graphs="on", warmup="full")
     assert not engine.capture_missed(), "nothing was missed"
     with_logprobs = greedy(max_tokens=5, logprobs=2)
     engine.generate(PROMPTS[:1], with_logprobs)
@@ -189,8 +183,8 @@ def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
     assert engine.metrics()["graphs_captured_in_traffic"] == 1
 
 
-def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(checkpoint: Path) -> None:
-    engine = build_engine(checkpoint, "ar", graphs="on", warmup="off")
+def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(foreseeing: Path) -> None:
+    engine = build_engine(foreseeing, "ar", graphs="on", warmup="off")
     assert engine.metrics()["graphs_captured_ahead"] == 0
     engine.generate(PROMPTS[:2], greedy(max_tokens=4))
     assert engine.metrics()["graphs_captured_in_traffic"] == len(_step(engine)._graphs) > 0
@@ -198,22 +192,22 @@ def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(checkpoi
 
 @pytest.mark.sweep
 def test_step_times_of_a_warm_up_are_kept_and_read_again(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"stride": 4, "adaptive": True, "graphs": "on", "warmup": "full"}
-    controllers = [build_engine(checkpoint, "isd", **options)._stride_controller]
+    controllers = [build_engine(foreseeing, "isd", **options)._stride_controller]
     monkeypatch.setattr(
         StaticStep,
         "seconds",
         lambda _, shape: 1.0 if shape.num_prompt_rows else pytest.fail("the file has the times"),
     )
-    controllers.append(build_engine(checkpoint, "isd", **options)._stride_controller)
+    controllers.append(build_engine(foreseeing, "isd", **options)._stride_controller)
     first, second = (controller.times for controller in controllers if controller is not None)
     assert first is not None
     assert first == second
     assert first.decoding(0, 8) == pytest.approx(1e-3 + PER_ROW * 8)
     monkeypatch.setattr(StaticStep, "seconds", lambda *_: 1.0)
-    changed = build_engine(checkpoint, "isd", **{**options, "stride": 3})._stride_controller
+    changed = build_engine(foreseeing, "isd", **{**options, "stride": 3})._stride_controller
     assert changed is not None
     assert changed.times is not None
     assert changed.times.decoding(0, 8) == 1.0, "other modes have times of their own"
@@ -221,7 +215,7 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
 
 @pytest.mark.sweep
 def test_graphs_of_modes_that_measured_times_speak_for_come_first(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock on which a row costs as much as a whole pass, drafts never pay: AR has the other graphs."""
     captured, capture = list[PassShape](), StaticStep.capture
@@ -232,7 +226,7 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
 
     monkeypatch.setattr(StaticStep, "capture", note)
     monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1.0 * shape.all_rows)
-    engine = build_engine(checkpoint, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
+    engine = build_engine(foreseeing, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
     controller, decoder = engine._stride_controller, engine.decoder
     assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
     limits = {"max_sequences": engine.settings.max_sequences, "max_length": engine.table.max_length}
@@ -246,12 +240,12 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
 
 
 def test_a_warm_up_tells_what_passes_with_prompts_take(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mode whose graphs are missing is not used beside prompts."""
     monkeypatch.setattr(warm_up_shapes, "PROMPT_GRAPHS", (128, 512))
     maximum: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    engine = build_engine(checkpoint, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **maximum)
+    engine = build_engine(foreseeing, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **maximum)
     costs, controller = engine.scheduler.costs, engine._stride_controller
     assert costs is not None and controller is not None and controller.captured is not None
     assert costs.graph_rows == (128, 512)
@@ -279,11 +273,11 @@ def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest
     assert engine._stride_controller.times is None
 
 
-def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_ends_when_memory_is_short(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_prompts = 1 + 4  # Before the warm-up and each of its passes with prompts.
     free = itertools.chain([100] * num_prompts, [100, 90, 60, 60, 40], itertools.repeat(40))
     monkeypatch.setattr(warm_up, "memory_bytes", lambda _: (next(free), 100))
-    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
+    engine = build_engine(foreseeing, "ar", graphs="on", warmup="full")
     assert engine.metrics()["graphs_captured_ahead"] == 4
     assert engine.generate(PROMPTS[:2], greedy(max_tokens=3))
 

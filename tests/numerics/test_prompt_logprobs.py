@@ -28,7 +28,6 @@ from tests.contracts.engines import (
     build_engine,
     clear_answers,
     prompts_of,
-    write_foreseeing_toy,
 )
 from tests.numerics.test_model_parity import save_reference
 
@@ -46,15 +45,10 @@ PROMPTS = prompts_of([41, 1, 2, 18, 33], vocab_size=CYCLE)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
-
-
-@pytest.fixture(scope="module")
-def tables(checkpoint: Path) -> list[Tensor]:
+def tables(foreseeing: Path) -> list[Tensor]:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).float().eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(foreseeing).float().eval()
     return [_table(model, prompt) for prompt in PROMPTS]
 
 
@@ -106,7 +100,7 @@ def test_they_are_those_of_the_reference_model(
     ("decoder", "options", "way"), [(*DECODERS[n % 2], way) for n, way in enumerate(WAYS)], ids=str
 )
 def test_chunks_static_shapes_and_cached_pages_change_nothing(
-    checkpoint: Path,
+    foreseeing: Path,
     tables: list[Tensor],
     decoder: str,
     options: dict[str, Any],
@@ -115,8 +109,8 @@ def test_chunks_static_shapes_and_cached_pages_change_nothing(
 ) -> None:
     monkeypatch.setattr(logprobs, "ROWS_AT_ONCE", 5)
     plain = dataclasses.replace(SCORED, prompt_logprobs=None)
-    expected = clear_answers(build_engine(checkpoint, decoder, **options), PROMPTS, plain)
-    engine = build_engine(checkpoint, decoder, **options, **way)
+    expected = clear_answers(build_engine(foreseeing, decoder, **options), PROMPTS, plain)
+    engine = build_engine(foreseeing, decoder, **options, **way)
     engine.generate(PROMPTS, plain)
     for again in range(2):
         found = engine.generate(PROMPTS, SCORED)
@@ -130,7 +124,7 @@ def test_chunks_static_shapes_and_cached_pages_change_nothing(
 
 
 def test_a_preempted_prompt_is_scored_whole(
-    checkpoint: Path, tables: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, tables: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: list[tuple[int, int]] = []
     forget = Scheduler._forget
@@ -143,7 +137,7 @@ def test_a_preempted_prompt_is_scored_whole(
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for num_inflight in (0, 3):
         options: dict[str, Any] = {"max_num_batched_tokens": 2, "num_inflight_steps": num_inflight}
-        engine = build_engine(checkpoint, "ar", num_pages=13, **options)
+        engine = build_engine(foreseeing, "ar", num_pages=13, **options)
         found = engine.generate([PROMPTS[1], *PROMPTS], [long, *[SCORED] * len(PROMPTS)])
         for prompt, table_LV, done in zip(PROMPTS, tables, found[1:], strict=True):
             _check(done.prompt_logprobs, prompt, table_LV)
@@ -152,9 +146,9 @@ def test_a_preempted_prompt_is_scored_whole(
 
 
 def test_a_pass_that_fails_is_scored_again(
-    checkpoint: Path, tables: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, tables: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build_engine(checkpoint, "ar", max_num_batched_tokens=4, num_inflight_steps=2)
+    engine = build_engine(foreseeing, "ar", max_num_batched_tokens=4, num_inflight_steps=2)
     launch, num_launched = engine._worker.launch, 0
 
     def launches(schedule: Any) -> Any:
@@ -173,9 +167,9 @@ def test_a_pass_that_fails_is_scored_again(
 
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)
 def test_only_rows_that_are_asked_for_go_through_the_head(
-    checkpoint: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, logits_of = build_engine(checkpoint, decoder, prefix_cache=False, **options), WantedRows.logits_of
+    engine, logits_of = build_engine(foreseeing, decoder, prefix_cache=False, **options), WantedRows.logits_of
     num_rows: list[int] = []
 
     def counted(self: WantedRows, rows_Y: Tensor) -> Tensor:
@@ -192,9 +186,9 @@ def test_only_rows_that_are_asked_for_go_through_the_head(
     assert [done.prompt_logprobs is not None for done in found] == [True, False, False] * 2
 
 
-def test_an_answer_of_no_tokens(checkpoint: Path, tables: list[Tensor]) -> None:
+def test_an_answer_of_no_tokens(foreseeing: Path, tables: list[Tensor]) -> None:
     for options in ({}, {"graphs": "on", "num_inflight_steps": 4}):
-        engine = build_engine(checkpoint, "isd", stride=4, **options)
+        engine = build_engine(foreseeing, "isd", stride=4, **options)
         none = dataclasses.replace(SCORED, max_tokens=0)
         longest = [*PROMPTS[0], *PROMPTS[4]] * 2
         prompt = longest[: engine.table.max_length - 1]
@@ -209,7 +203,7 @@ def test_an_answer_of_no_tokens(checkpoint: Path, tables: list[Tensor]) -> None:
         assert_idle(engine)
 
 
-def test_what_cannot_be_scored_is_refused(checkpoint: Path) -> None:
+def test_what_cannot_be_scored_is_refused(foreseeing: Path) -> None:
     for kind in ("block", "none"):
         with pytest.raises(UserError, match=r"IDLM-0449.*prompt_logprobs"):
             KVWritePolicy(kind=kind).check(SCORED)  # type: ignore[arg-type]
@@ -217,11 +211,11 @@ def test_what_cannot_be_scored_is_refused(checkpoint: Path) -> None:
         with pytest.raises(UserError, match="IDLM-0401"):
             SamplingParams(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"IDLM-0411.*prompt_logprobs=49"):
-        build_engine(checkpoint, "ar").generate([[1]], SamplingParams(prompt_logprobs=49))
+        build_engine(foreseeing, "ar").generate([[1]], SamplingParams(prompt_logprobs=49))
 
 
-def test_an_aborted_request_has_what_was_computed(checkpoint: Path, tables: list[Tensor]) -> None:
-    engine: Engine = build_engine(checkpoint, "ar", max_num_batched_tokens=4, num_inflight_steps=0)
+def test_an_aborted_request_has_what_was_computed(foreseeing: Path, tables: list[Tensor]) -> None:
+    engine: Engine = build_engine(foreseeing, "ar", max_num_batched_tokens=4, num_inflight_steps=0)
     engine.add_request("a", PROMPTS[0], SCORED)
     for _ in range(3):
         engine.step()

@@ -14,15 +14,10 @@ from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from tests.contracts.block.blocks import write_block_toy
-from tests.contracts.engines import CYCLE, prompts_of, write_foreseeing_toy
+from tests.contracts.engines import CYCLE, prompts_of
 
 PROMPTS = prompts_of([1 + 5 * k % 60 for k in range(40)], vocab_size=CYCLE)
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 32, "max_length": 128}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +41,11 @@ def _params() -> list[SamplingParams]:
     ids=str,
 )
 def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
-    checkpoint: Path, decoder: str, options: dict[str, Any]
+    foreseeing: Path, decoder: str, options: dict[str, Any]
 ) -> None:
     common = {**OPTIONS, "deterministic": True}
-    expected = Engine.from_pretrained(checkpoint, "ar", warmup="off", **common).generate(PROMPTS, _params())
-    engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **common, **options)
+    expected = Engine.from_pretrained(foreseeing, "ar", warmup="off", **common).generate(PROMPTS, _params())
+    engine = Engine.from_pretrained(foreseeing, decoder, warmup="full", **common, **options)
     ahead = engine.metrics()
     assert ahead["graphs_captured_ahead"] >= 30
     found = engine.generate(PROMPTS, _params())
@@ -66,7 +61,7 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
     ("decoder", "options"), [("ar", {}), ("isd", {"stride": 4, "adaptive": True})], ids=str
 )
 def test_all_kernels_are_compiled_before_the_first_pass(
-    checkpoint: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import knobs
 
@@ -82,19 +77,19 @@ def test_all_kernels_are_compiled_before_the_first_pass(
 
     monkeypatch.setattr(warm_up, "compile_shapes", noting)
     monkeypatch.setattr(knobs.compilation, "listener", heard)
-    engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **OPTIONS, **options)
+    engine = Engine.from_pretrained(foreseeing, decoder, warmup="full", **OPTIONS, **options)
     assert len(calls) == 1
     engine.generate(PROMPTS, _params())
     assert not late, "kernels are compiled, or loaded from the cache, before the first pass"
 
 
 def test_eager_passes_between_graphs_leave_answers_alone(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No decoding pass of more than four rows finds a graph, so graphs and eager passes take turns."""
     common = {**OPTIONS, "deterministic": True}
-    expected = Engine.from_pretrained(checkpoint, "ar", warmup="off", **common).generate(PROMPTS, _params())
-    engine = Engine.from_pretrained(checkpoint, "ar", warmup="full", **common)
+    expected = Engine.from_pretrained(foreseeing, "ar", warmup="off", **common).generate(PROMPTS, _params())
+    engine = Engine.from_pretrained(foreseeing, "ar", warmup="full", **common)
     step = engine._parts.step
     assert isinstance(step, StaticStep)
     for shape in [shape for shape in step._graphs if shape.num_sequences > 4]:
@@ -138,14 +133,14 @@ def test_focus_captures_nothing_in_traffic_after_a_warm_up(tmp_path: Path) -> No
             pass
 
 
-def test_a_closed_engine_gives_its_memory_back(checkpoint: Path) -> None:
+def test_a_closed_engine_gives_its_memory_back(foreseeing: Path) -> None:
     def in_use() -> int:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    Engine.from_pretrained(checkpoint, "ar", warmup="full", **OPTIONS).close()
+    Engine.from_pretrained(foreseeing, "ar", warmup="full", **OPTIONS).close()
     before = in_use()
-    Engine.from_pretrained(checkpoint, "ar", warmup="full", **OPTIONS).close()
+    Engine.from_pretrained(foreseeing, "ar", warmup="full", **OPTIONS).close()
     assert in_use() <= before + (64 << 20)

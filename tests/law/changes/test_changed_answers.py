@@ -26,7 +26,6 @@ from tests.contracts.engines import (
     clear_answers,
     greedy,
     prompts_of,
-    write_foreseeing_toy,
 )
 from tests.kernels.references.logit_changes import Settings, changed_reference
 from tests.law.structured import LANGUAGES, REGEX_TOY, write_structured_toy
@@ -40,11 +39,6 @@ CHANGED: tuple[dict[str, Any], ...] = (
     {},
 )
 LENGTHS = [1, 7, 30, 5, 17, 3, 9, 12]
-
-
-@pytest.fixture(scope="module")
-def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
 
 
 def greedy_params(**settings: Any) -> list[SamplingParams]:

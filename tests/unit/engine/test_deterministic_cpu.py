@@ -43,11 +43,6 @@ print(json.dumps([before, state()]))
 """
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
-
-
 @pytest.mark.sweep
 def test_an_import_changes_nothing_of_the_process() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MKL", "OMP"))}
@@ -69,18 +64,18 @@ def decides(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
 
 
 def test_only_a_deterministic_engine_asks_for_strict_products(
-    checkpoint: Path, no_mode: None, monkeypatch: pytest.MonkeyPatch
+    toy: Path, no_mode: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = prompts_of([5, 9, 3]), greedy(max_tokens=6)
-    usual = Engine.from_pretrained(checkpoint, "ar", **OPTIONS)
+    usual = Engine.from_pretrained(toy, "ar", **OPTIONS)
     assert "MKL_CBWR" not in os.environ
     decides(monkeypatch, torch.float32)
-    fixed = Engine.from_pretrained(checkpoint, "ar", deterministic=True, **OPTIONS)
+    fixed = Engine.from_pretrained(toy, "ar", deterministic=True, **OPTIONS)
     assert os.environ["MKL_CBWR"] == "AUTO,STRICT"
     answers = [engine.generate(prompts, params) for engine in (usual, fixed)]
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
     monkeypatch.setenv("MKL_CBWR", "AVX2,STRICT")
-    Engine.from_pretrained(checkpoint, "ar", deterministic=True, **OPTIONS)
+    Engine.from_pretrained(toy, "ar", deterministic=True, **OPTIONS)
     assert os.environ["MKL_CBWR"] == "AVX2,STRICT", "a mode that the user has chosen stays"
 
 
@@ -120,7 +115,7 @@ STRICT = "set MKL_CBWR=AUTO,STRICT before Python starts (MKL already has another
     ],
 )
 def test_a_refusal_names_what_helps(
-    checkpoint: Path,
+    toy: Path,
     no_mode: None,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
@@ -136,7 +131,7 @@ def test_a_refusal_names_what_helps(
 
     monkeypatch.setattr(deterministic.subprocess, "run", run)
     with pytest.raises(UserError, match="IDLM-0456: deterministic=true: on this CPU") as caught:
-        Engine.from_pretrained(checkpoint, "ar", deterministic=True, **OPTIONS | {"dtype": dtype})
+        Engine.from_pretrained(toy, "ar", deterministic=True, **OPTIONS | {"dtype": dtype})
     assert caught.value.fix == fix
 
 

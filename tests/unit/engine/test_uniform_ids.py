@@ -28,7 +28,6 @@ from tests.contracts.engines import (
     simulate_graphs,
     watch_passes,
 )
-from tests.toy import write_toy_checkpoint
 
 STRIDE = 16
 LOW, HIGH = 3, MASK_ID
@@ -37,16 +36,9 @@ PARAMS = [SamplingParams(max_tokens=12, temperature=number % 3 / 2, seed=number)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
-    return write_adapter(
-        directory, base, mask_token_id=None, noise_range=(LOW, HIGH), stride=STRIDE, size=0.2
-    )
+    return write_adapter(directory, toy, mask_token_id=None, noise_range=(LOW, HIGH), stride=STRIDE, size=0.2)
 
 
 def _engine(adapter: Path, strategy: str = "branch_2", stride: int = 4, **options: Any) -> Engine:
@@ -70,8 +62,8 @@ def alone(adapter: Path) -> list[tuple[Any, ...]]:
     ("strategy", "stride"),
     [("branch", STRIDE), ("branch_3", STRIDE), *((name, 3) for name in STRATEGIES.names())],
 )
-def test_greedy_answers_are_the_bases(base: Path, adapter: Path, strategy: str, stride: int) -> None:
-    expected = clear_answers(build_engine(base, "ar"), PROMPTS, greedy(max_tokens=10))
+def test_greedy_answers_are_the_bases(toy: Path, adapter: Path, strategy: str, stride: int) -> None:
+    expected = clear_answers(build_engine(toy, "ar"), PROMPTS, greedy(max_tokens=10))
     engine = _engine(adapter, strategy, stride)
     assert answers(engine.generate(PROMPTS, greedy(max_tokens=10))) == answers(expected)
     assert_idle(engine)
@@ -133,7 +125,7 @@ def test_a_replayed_graph_feeds_new_ids(
     assert _drawn(engine) == alone
 
 
-def test_noise_and_a_mask_exclude_each_other(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_noise_and_a_mask_exclude_each_other(toy: Path, adapter: Path, tmp_path: Path) -> None:
     """A given mask id, a tensor of it in the adapter, a range outside the embedding, other decoders."""
 
     def problem(path: Path, decoder: str = "isd", **options: Any) -> str:
@@ -143,9 +135,9 @@ def test_noise_and_a_mask_exclude_each_other(base: Path, adapter: Path, tmp_path
 
     assert "IDLM-0304 noise_range and mask_token_id=5 exclude" in problem(adapter, mask_token_id=5)
     settings = {"mask_token_id": None, "noise_range": (0, 9), "stride": 4}
-    own = write_adapter(tmp_path / "own", base, has_mask_row=True, **settings)
+    own = write_adapter(tmp_path / "own", toy, has_mask_row=True, **settings)
     assert "IDLM-0606 idlm_config.json has noise_range=[0, 9]" in problem(own)
-    far = write_adapter(tmp_path / "far", base, **{**settings, "noise_range": (0, 10_000)})
+    far = write_adapter(tmp_path / "far", toy, **{**settings, "noise_range": (0, 10_000)})
     assert "embedding rows" in problem(far)
     for decoder in ("block", "full"):
         assert "IDLM-0450" in problem(adapter, decoder)

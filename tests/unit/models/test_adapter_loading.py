@@ -33,14 +33,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_toy_checkpoint(tmp_path_factory.mktemp(request.param), architecture=request.param)
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("qwen"))
-
-
 @pytest.fixture
-def adapter(qwen: Path, tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "adapter", qwen, mask_token_id=MASK, stride=3)
+def adapter(toy: Path, tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", toy, mask_token_id=MASK, stride=3)
 
 
 def trained(base: Path, *, mask_row: bool) -> Any:
@@ -98,10 +93,10 @@ def test_peft_loads_the_export_and_agrees_on_rows_that_are_all_masks(
             assert torch.equal(model(ids_BT).logits, peft(ids_BT).logits)
 
 
-def test_an_export_converts_its_dtype_and_can_be_repeated(qwen: Path, tmp_path: Path) -> None:
-    model = trained(qwen, mask_row=True)
+def test_an_export_converts_its_dtype_and_can_be_repeated(toy: Path, tmp_path: Path) -> None:
+    model = trained(toy, mask_row=True)
     for dtype in (None, torch.bfloat16):
-        target = exported(model, qwen, tmp_path / "adapter", dtype=dtype)
+        target = exported(model, toy, tmp_path / "adapter", dtype=dtype)
         stored = load_file(target / WEIGHTS_FILE)
         assert {value.dtype for value in stored.values()} == {dtype or torch.float32}
         load_model(target, device="cpu")
@@ -120,10 +115,10 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_an_adapter_loads_and_a_subset_of_targets_too(qwen: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_loads_and_a_subset_of_targets_too(toy: Path, adapter: Path, tmp_path: Path) -> None:
     assert Engine.from_pretrained(adapter, device="cpu").decoder.name == "isd"
     few = write_adapter(
-        tmp_path / "few", qwen, mask_token_id=MASK, stride=3, rank=5, targets=("v_proj", "up_proj")
+        tmp_path / "few", toy, mask_token_id=MASK, stride=3, rank=5, targets=("v_proj", "up_proj")
     )
     trunk = load_model(few, device="cpu", dtype="bfloat16").trunk
     found = {name: low.matrices(0, 5) for name, low in trunk.layers[0].lora.items()}
@@ -136,14 +131,14 @@ def test_an_adapter_loads_and_a_subset_of_targets_too(qwen: Path, adapter: Path,
     assert found["qkv"][0][2].dtype == torch.bfloat16
 
 
-def test_the_base_is_found_by_its_path_or_by_the_option(qwen: Path, adapter: Path, tmp_path: Path) -> None:
+def test_the_base_is_found_by_its_path_or_by_the_option(toy: Path, adapter: Path, tmp_path: Path) -> None:
     edit(adapter / ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "gone"))
     refused(adapter, "IDLM-0611", "gone", "base=PATH")
-    assert load_model(adapter, device="cpu", base=qwen).directory == qwen
+    assert load_model(adapter, device="cpu", base=toy).directory == toy
     edit(adapter / ADAPTER_CONFIG, base_model_name_or_path=None)
     refused(adapter, "IDLM-0611", "nowhere")
     refused(adapter, "IDLM-0611", "empty", base=tmp_path / "empty")
-    refused(qwen, "IDLM-0611", "is not an adapter", base=qwen)
+    refused(toy, "IDLM-0611", "is not an adapter", base=toy)
 
 
 def test_another_base_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
@@ -152,13 +147,13 @@ def test_another_base_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
     refused(adapter, "IDLM-0612", str(other), str(adapter), base=other)
 
 
-def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_gated_is_refused(toy: Path, adapter: Path, tmp_path: Path) -> None:
     edit(adapter / "idlm_config.json", gated=False)
     refused(adapter, "IDLM-0609", "not gated", "merge_and_unload")
     (adapter / "idlm_config.json").unlink()
     refused(adapter, "IDLM-0609", "not gated")
     whole = write_toy_checkpoint(tmp_path / "whole")
-    Semantics(mask_token_id=MASK, stride=3, gated=True, base_identity=base_identity(qwen)).save(whole)
+    Semantics(mask_token_id=MASK, stride=3, gated=True, base_identity=base_identity(toy)).save(whole)
     refused(whole, "IDLM-0609", "whole model", "adapter_config.json")
     edit(whole / "idlm_config.json", base_identity=None)
     refused(whole, "IDLM-0304", "base_identity")
@@ -225,10 +220,10 @@ def test_a_rank_is_compared_with_the_stored_tensors_before_it_is_allocated(
     refused(adapter, "IDLM-0613", f"is [3, 64], in adapter_config.json [{MAX_RANK}, 64]")
 
 
-def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(qwen: Path, tmp_path: Path) -> None:
+def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(toy: Path, tmp_path: Path) -> None:
     settings = {"mask_token_id": 48, "stride": 3}
-    refused(write_adapter(tmp_path / "without", qwen, **settings), "IDLM-0606", "mask_token_id=48")
-    load_model(write_adapter(tmp_path / "with", qwen, has_mask_row=True, **settings), device="cpu")
+    refused(write_adapter(tmp_path / "without", toy, **settings), "IDLM-0606", "mask_token_id=48")
+    load_model(write_adapter(tmp_path / "with", toy, has_mask_row=True, **settings), device="cpu")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -244,8 +239,8 @@ def test_an_adapter_that_is_not_finite_is_refused(adapter: Path, value: str, tmp
     refused(tmp_path / "alpha", "IDLM-0610", "lora_alpha")
 
 
-def test_a_mask_row_that_is_not_finite_is_refused_where_it_is_used(qwen: Path, tmp_path: Path) -> None:
-    shutil.copytree(qwen, tmp_path / "bad")
+def test_a_mask_row_that_is_not_finite_is_refused_where_it_is_used(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy, tmp_path / "bad")
     path = tmp_path / "bad" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][MASK] = float("nan")
