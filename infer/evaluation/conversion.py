@@ -185,7 +185,7 @@ class WholeText(PagedKV):
     plan: Any = None
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        q, k, v = (each.transpose(0, 1)[None] for each in (q_RNH, *self.layer(number)))
+        q, k, v = (each.transpose(0, 1)[None] for each in (q_RNH, *self.cache.layer(number)))
         out_1NRH = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out_1NRH[0].transpose(0, 1)
 

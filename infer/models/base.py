@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.errors import UserError
+from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.experts.types import Routing
 from idlm.kernels.peer_sum import PeerBoxes, PeerMemory, peer_sum_rms_norm
 from idlm.kernels.rms_norm import add_rms_norm
@@ -279,12 +280,9 @@ class KVAccess(Protocol):
         """Physical slot of each row [R]; -1 for padding, which is not stored and not read."""
         ...
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, H] of a layer; its rows are written at `slot_mapping_R`."""
-        ...
-
-    def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Divisors of stored keys and values by KV head [K]; None is 1."""
+    @property
+    def cache(self) -> KVCache:
+        """Where a layer writes the keys and values of its rows, at `slot_mapping_R`."""
         ...
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:

@@ -113,7 +113,7 @@ class Layer(nn.Module, ABC):
         qkv_RE = self.project("qkv", normed_RD, rows.gate, rows.linears)
         if self.whole_qk_norm is not None:
             self._norm_whole(qkv_RE, self.whole_qk_norm)
-        (keys, values), (k_scale_K, v_scale_K) = kv.layer(number), kv.scales(number)
+        (keys, values), (k_scale_K, v_scale_K) = kv.cache.layer(number), kv.cache.layer_scales(number)
         q_RNH = qkv_rope_cache(
             qkv_RE.view(len(x_RD), -1, spec.head_dim),
             keys,

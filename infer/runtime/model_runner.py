@@ -290,12 +290,6 @@ class PagedKV:
     """Of the layers `windowed`; None: windows hide nothing."""
     windowed: Collection[int] = ()
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.cache.layer(number)
-
-    def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        return self.cache.layer_scales(number)
-
     def select_rows(self, number: int, q_RNH: Tensor) -> None:
         """All rows remain."""
 

@@ -46,7 +46,7 @@ class SparseKV:
         rows: RowsPass | None,
         make_plan: Callable[[StepPlan, Tensor | None, int], BackendPlan],
     ) -> None:
-        self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
+        self.plan, self.view, self.cache, self.slot_mapping_R = plan, view, view.cache, slot_mapping_R
         self._kv, self._rows, self._make_plan = kv, rows, make_plan
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
         """Each row's number in the decoder's plan; for padding, the number of rows of that plan."""
@@ -61,12 +61,6 @@ class SparseKV:
             self._drop(retained, None if capacity is None else capacity.fed)
             self._num_fed_B = self._demand_B
         self._num_fed = len(self.plan.slots_R)
-
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.view.cache.layer(number)
-
-    def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        return self.view.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
         """Rows [I] that remain once keys and values of the layer are stored; None: all."""
@@ -88,9 +82,7 @@ class SparseKV:
             if lists_BKC is not None and not self._kv.lists_ascend:
                 lists_BKC = ascending(lists_BKC)
         plan = self._plan(0 if lists_BKC is None else lists_BKC.shape[2])
-        return self.view.cache.attend(
-            number, q_RNH, plan, scale=self.view.scale, lists_BKC=lists_BKC, before=sums
-        )
+        return self.cache.attend(number, q_RNH, plan, scale=self.view.scale, lists_BKC=lists_BKC, before=sums)
 
     def finish(self) -> tuple[Tensor, DroppedRows | None]:
         """Called after the last layer. Returns the rows [H] that the head computes, and what was dropped
