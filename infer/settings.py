@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from idlm.config import schema
 from idlm.config.schema import option
-from idlm.config.suggest import did_you_mean
 from idlm.contracts import LARGEST_NUMBER, plain_value
 from idlm.errors import UserError
 
@@ -179,37 +178,20 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
         return {}
     if isinstance(given, Mapping) and all(isinstance(options, Mapping | None) for options in given.values()):
         return {str(name): dict(options or {}) for name, options in given.items()}
-    if isinstance(given, str):
-        names, is_right = [given], "," not in given and given.strip().lower() not in NO_NAMES
-    else:
-        is_right = isinstance(given, Iterable) and not isinstance(given, Mapping)
-        names = list(given) if is_right else []
-    if not is_right or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise _not_names(given)
-    return {name: {} for name in names}
+    is_list = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
+    names = list(given) if is_list else [given]
+    if all(map(_is_name, names)) and len(set(names)) == len(names):
+        return {name: {} for name in names}
+    raise UserError(
+        "IDLM-0461",
+        f"accelerators={given} is no list of different names",
+        fix="write accelerators=[mage,focus], or accelerators=[] for none; options are written "
+        'accelerators.mage.k=512, in Python accelerators={"mage": {"k": 512}}',
+    )
 
 
-def _not_names(given: Any) -> UserError:
-    if isinstance(given, Mapping):
-        name, options = next(item for item in given.items() if not isinstance(item[1], Mapping | None))
-        return UserError(
-            "IDLM-0461",
-            f"accelerators: the options of {name} are {options!r}, not options by name",
-            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for defaults',
-        )
-    if isinstance(given, str) and "," in given:
-        names = ",".join(map(str.strip, given.split(",")))
-        return UserError(
-            "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{names}]"
-        )
-    if isinstance(given, str):
-        fix = "write accelerators=[], or leave it out"
-        return UserError("IDLM-0461", f"accelerators={given} names none", fix=fix)
-    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
-        return UserError("IDLM-0461", f"accelerators={given!r} are not names", fix='write ["mage"], or []')
-    several = list(given)
-    twice = ", ".join(sorted({name for name in several if several.count(name) > 1}))
-    return UserError("IDLM-0461", f"accelerators={several} names {twice} twice", fix="name each once")
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and "," not in given and given.strip().lower() not in NO_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,17 +251,10 @@ def _engine_settings(values: dict[str, Any]) -> EngineSettings:
 
 def decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
     """The decoder's Config. Raises UserError IDLM-0416 for an unknown option or a value of the wrong type."""
-    known = [field.name for field in dataclasses.fields(chosen.Config)]
-    engine = list(schema.fields_of(EngineSettings))
-    unknown = [f"{key!r}{did_you_mean(key, [*known, *engine])}" for key in options if key not in known]
-    if unknown:
-        raise UserError(
-            "IDLM-0416",
-            f"unknown option {', '.join(unknown)}",
-            fix=f"decoder {chosen.name!r} takes {known or 'no options'}; the engine takes {engine}",
-        )
     problems: list[str] = []
-    config = schema.build(chosen.Config, options, problems, "decoder.")
+    engine = list(schema.fields_of(EngineSettings))
+    config = schema.build_options(chosen.Config, options, problems, "decoder.", others=engine)
     if problems:
-        raise UserError("IDLM-0416", "; ".join(problems), fix=f"correct the options of {chosen.name!r}")
+        fix = f"correct the options of {chosen.name!r}; the engine takes {', '.join(engine)}"
+        raise UserError("IDLM-0416", "; ".join(problems), fix=fix)
     return config

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal
 
@@ -179,6 +179,21 @@ def build(
         message = error.message if isinstance(error, UserError) else error
         problems.append(f"{prefix.rstrip('.')}: {message}".lstrip(": "))
     return None
+
+
+def build_options(
+    config: type, given: Mapping[str, Any], problems: list[str], prefix: str, *, others: Iterable[str] = ()
+) -> Any:
+    """Return the Config of a plug-in from options by name, or None after appending all that is wrong to
+    `problems`. `others`: what an unknown name may have been meant for as well."""
+    known = [field.name for field in dataclasses.fields(config)]
+    unknown = [name for name in given if name not in known]
+    problems += [
+        f"{prefix}{name} is not one of its options{did_you_mean(name, [*known, *others])} (it takes "
+        f"{', '.join(known) or 'none'})"
+        for name in unknown
+    ]
+    return None if unknown else build(config, dict(given), problems, prefix)
 
 
 def _paths(value: Any, key: str, problems: list[str]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from idlm.config import schema
-from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.infer.sparse.accelerator import (
     ACCELERATORS,
@@ -112,18 +110,10 @@ class AcceleratorStack:
 def accelerator_configs(given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Each accelerator's Config. UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
     problems: list[str] = []
-    configs = {}
-    for name, options in given.items():
-        kind = ACCELERATORS.get(name).Config
-        known = [field.name for field in dataclasses.fields(kind)]
-        unknown = [key for key in options if key not in known]
-        problems += [
-            f"accelerators.{name}.{key} is not one of its options{did_you_mean(key, known)} (it takes "
-            f"{', '.join(known) or 'none'})"
-            for key in unknown
-        ]
-        if not unknown:
-            configs[name] = schema.build(kind, dict(options), problems, f"accelerators.{name}.")
+    configs = {
+        name: schema.build_options(ACCELERATORS.get(name).Config, options, problems, f"accelerators.{name}.")
+        for name, options in given.items()
+    }
     if problems:
         raise UserError("IDLM-0461", "; ".join(problems), fix="correct the accelerator options named")
     return configs

@@ -125,13 +125,9 @@ def test_command_lines_set_options_of_accelerators() -> None:
         with_options({"accelerators": as_options("mage")}, {"maeg": {"k": 3}})
     with pytest.raises(UserError, match=r"accelerators\.k does not name an accelerator"):
         take_accelerator_options(["accelerators.k=3"])
-    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerators=\[mage,focus\]"):
+    with pytest.raises(UserError, match="IDLM-0461"):
         take_accelerator_options(["accelerators=mage,focus"])
-    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerators=\[\]"):
-        take_accelerator_options(["accelerators=none"])
     assert take_accelerator_options(["accelerators=null"]) == ({}, ["accelerators=null"])
-    with pytest.raises(UserError, match="names mage twice"):
-        as_options(["mage", "mage"])
     assert all(f"accelerators=[{name}]" in HELP.plugin_text() for name in ACCELERATORS.names())
 
 
@@ -147,20 +143,10 @@ def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatc
     assert (settings.graphs, settings.num_inflight_steps, len(output)) == ("on", 4, 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"mage": 256}, '{"mage": {"option": 256}}'),
-        (256, "accelerators=256"),
-        ([1], "accelerators=[1]"),
-        ("none", "accelerators=[]"),
-        ("mage,focus", "accelerators=[mage,focus]"),
-    ],
-    ids=str,
-)
-def test_a_value_that_is_not_a_list_of_accelerators_is_refused_with_an_example(
-    given: Any, words: str
-) -> None:
-    with pytest.raises(UserError, match="IDLM-0461") as refusal:
+@pytest.mark.parametrize("given", [{"mage": 256}, 256, [1], "none", "mage,focus", ["mage", "mage"]], ids=str)
+def test_a_value_that_is_not_a_list_of_accelerators_is_refused_with_an_example(given: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"(?s)IDLM-0461.*accelerators=.*write accelerators=\[mage,focus\]"
+    ) as refusal:
         as_options(given)
-    assert words in str(refusal.value)
+    assert str(given) in refusal.value.message
