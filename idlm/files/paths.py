@@ -94,6 +94,22 @@ def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     return file
 
 
+@contextmanager
+def opened(code: str, path: str | Path, *, key: str, fix: str) -> Iterator[BinaryIO]:
+    """Yield the content of a file, decompressed where it is compressed. UserError `code` if `path`, which the
+    option `key` names, is no file or cannot be opened, and for what reading raises if it is damaged."""
+    with translate_path_errors(code, path, fix=fix):
+        if not Path(path).is_file():
+            raise UserError(code, f"{key}={str(path)!r} is not a file", fix=fix)
+        file = Path(path).open("rb")  # noqa: SIM115
+    with file:
+        try:
+            yield unpacked(file, Path(path))
+        except DAMAGE as error:
+            what = f"{key}={str(path)!r} is incomplete or damaged: {json_problem(error)}"
+            raise UserError(code, what, fix=f"copy or download the file again; or {fix}") from error
+
+
 def json_lines(lines: Iterable[bytes], *, first: int = 1, hook: Any = None) -> Iterator[tuple[int, Any]]:
     """Yield number (from `first` on) and value of every line that is not blank; of one that is not JSON in
     UTF-8, the error of reading it. `hook`: json's `object_pairs_hook`."""

@@ -7,13 +7,12 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import RECORD_KEYS, SamplingParams
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
+from idlm.files.paths import json_lines, json_problem, opened
 from idlm.infer.cli.config import check_text
 from idlm.text.templates import render
 
@@ -51,20 +50,8 @@ def read_prompts(
     else. `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` copies unknown
     keys for the output record. UserError for other lines."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
-    with translate_path_errors("IDLM-0430", path, fix=fix):
-        if not Path(path).is_file():
-            raise UserError("IDLM-0430", f"input={path!r} is not a file", fix=fix)
-        file = Path(path).open("rb")  # noqa: SIM115
-    with file:
-        try:
-            lines = unpacked(file, Path(path))
-            yield from read_lines(path, lines, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys)
-        except DAMAGE as error:
-            raise UserError(
-                "IDLM-0430",
-                f"input={path!r} is incomplete or damaged: {error}",
-                fix="copy or download the file again",
-            ) from error
+    with opened("IDLM-0430", path, key="input", fix=fix) as lines:
+        yield from read_lines(path, lines, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys)
 
 
 def read_lines(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.files.paths import opened
 from idlm.infer.cli.prompts import PromptLine, read_prompts, text_prompts
 from idlm.tasks import TASKS
 
@@ -125,11 +125,8 @@ def load_prompts(source: str) -> list[Any]:
 
 
 def _read(path: Path, fix: str) -> list[PromptLine]:
-    try:
-        with translate_path_errors("IDLM-0706", path, fix=fix), path.open("rb") as file:
-            texts = [text for line in unpacked(file, path) if (text := line.decode("utf-8-sig").strip())]
-    except DAMAGE as error:
-        raise UserError("IDLM-0706", f"prompts={path} cannot be read: {error}", fix=fix) from error
+    with opened("IDLM-0706", path, key="prompts", fix=fix) as file:
+        texts = [text for line in file if (text := line.decode("utf-8-sig").strip())]
     if texts and texts[0].startswith("{"):
         return list(read_prompts(str(path), SamplingParams(), drop_last_turn=True, carry_keys=True))
     return list(text_prompts(texts, SamplingParams(), location=f"prompts={path}, prompt"))

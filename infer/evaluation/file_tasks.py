@@ -7,11 +7,10 @@ import io
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from idlm.errors import UserError
-from idlm.files.paths import BOM, DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
+from idlm.files.paths import BOM, json_lines, json_problem, opened
 from idlm.registry import Registry
 from idlm.tasks import Grade, TaskSample
 
@@ -80,16 +79,9 @@ def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]
     """Yield the objects of a file: JSON lines (may be compressed), or one JSON list."""
     fields = task.fields
     fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
-    with translate_path_errors("IDLM-0481", path, fix=fix):
-        if not Path(path).is_file():
-            raise UserError("IDLM-0481", f"task={name}: data={path!r} is not a file", fix=fix)
-        try:
-            with Path(path).open("rb") as file:
-                content = unpacked(file, Path(path)).read().removeprefix(BOM)
-            is_list = content.decode().lstrip().startswith("[")
-        except DAMAGE as error:
-            problem = json_problem(error)
-            raise UserError("IDLM-0481", f"data={path!r} is damaged: {problem}", fix=fix) from error
+    with opened("IDLM-0481", path, key="data", fix=fix) as file:
+        content = file.read().removeprefix(BOM)
+        is_list = content.decode().lstrip().startswith("[")
     expected = ", ".join(f"{field!r} ({KINDS[kind]})" for field, kind in fields.items())
     fix = f"task={name} takes objects with {expected}, one a line or in one list"
     for where, record in _objects(path, [content] if is_list else io.BytesIO(content), fix, is_list=is_list):
