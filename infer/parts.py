@@ -69,7 +69,7 @@ class EngineParts:
 
     @property
     def drops_rows(self) -> bool:
-        """Whether passes may drop rows, and so have room for few of them (`PassRows`)."""
+        """Whether passes may drop rows, and so reserve few of them (`PassRows`)."""
         return self.stack is not None and self.stack.rows is not None
 
     def samples(
@@ -159,7 +159,7 @@ class EngineParts:
         return longest
 
     def _check_length(self, request_id: str, num_tokens: int) -> int:
-        """The context length. Raises UserError IDLM-0412 if the prompt leaves no room for an answer."""
+        """The context length. Raises UserError IDLM-0412 if no answer fits after the prompt."""
         context = self.table.max_length
         if num_tokens >= context:
             raise UserError(

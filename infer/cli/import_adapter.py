@@ -106,7 +106,7 @@ def _complete(config: ImportConfig) -> ImportConfig:
     if missing:
         raise UserError(
             "IDLM-0620",
-            f"PEFT's config does not say everything: {', '.join(missing)} is missing",
+            f"PEFT's config does not have everything: {', '.join(missing)} is missing",
             fix=f"give {', '.join(f'{name}=...' for name in missing)}, or preset={' or '.join(PRESETS)}",
         )
     if not config.gated:

@@ -158,7 +158,7 @@ def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "d
 
 
 def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:
-    """UserError IDLM-0470 for an answer that the options cannot divide, or that has no room."""
+    """UserError IDLM-0470 for an answer that the options cannot divide, or that does not fit."""
     capacity, size = max(0, max_length - num_prompt), config.block_length or max_tokens
     if max_tokens > capacity:
         fits = capacity // size * size if config.block_length else capacity
@@ -218,7 +218,7 @@ class Quota:
 
 
 class Order(ABC):
-    """The order in which masks are decided: largest score first, and by default as many as Dream's times say.
+    """The order in which masks are decided: largest score first, by default as many as Dream's times give.
 
     `always_own`: the confidence is under the model's own distribution, not under the request's.
     `has_threshold`: scores are probabilities. `is_random`: the score is a random number of the position.

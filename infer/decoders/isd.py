@@ -227,8 +227,8 @@ class IsdDecoder(Decoder):
         )
 
     def _halve(self, batch: Batch) -> None:
-        """Give the half of the sequences with the lower scores the narrow layout. Scores know the tests of
-        earlier passes alone, never the drafts that this one tests."""
+        """Give the half of the sequences with the lower scores the narrow layout. Scores follow from the
+        tests of earlier passes alone, never from the drafts that this one tests."""
         lanes_B, num_sequences = batch.lanes_B, len(batch.lanes_B)
         order_B = torch.arange(num_sequences, device=lanes_B.device)
         score_B = torch.where(batch.samples_B, self.score_Z[lanes_B], -1.0) - TIE * order_B

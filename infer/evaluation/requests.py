@@ -43,12 +43,12 @@ class EngineRequests:
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Answer each (context, settings of the task), of which `until` and the length count; the thinking is
-        removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context that leaves no room for an
-        answer of this length loses its beginning, with a warning."""
+        removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context with which an answer
+        of this length does not fit loses its beginning, with a warning."""
         params = [self._settings(number, given) for number, (_, given) in enumerate(requests)]
         limits = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
         contexts = [self.encode(context) for context, _ in requests]
-        # An answer that may be as long as everything has the room that its context leaves.
+        # An answer that may be as long as everything gets what its context leaves.
         longest = [limit if limit > 0 else len(ids) for limit, ids in zip(limits, contexts, strict=True)]
         contexts = self._cut(contexts, longest)
         lines = [self._line(number, *each) for number, each in enumerate(zip(contexts, params, strict=True))]
@@ -76,7 +76,7 @@ class EngineRequests:
         num_cut = sum(len(ids) > num for ids, num in zip(texts, longest, strict=True))
         if num_cut:
             note = f"{num_cut} of {len(texts)} contexts lose their beginning: max_length="
-            warnings.warn(f"{note}{self.engine.table.max_length} has no room for them", stacklevel=3)
+            warnings.warn(f"{note}{self.engine.table.max_length} is too short for them", stacklevel=3)
         return [ids[max(0, len(ids) - num) :] for ids, num in zip(texts, longest, strict=True)]
 
     def _settings(self, number: int, given: Mapping[str, Any]) -> SamplingParams:

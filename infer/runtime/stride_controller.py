@@ -122,7 +122,7 @@ NARROW_MARGIN = 0.01
 MAX_FIRST_RATIO = 2.0
 """A first time beyond so many times the warm-up's does not count."""
 MIN_PROMPT_SHARE = 0.5
-"""A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
+"""A mixed pass corrects the cost of prompts if they take at least this share of decoding, else that of it."""
 LIKELY_ACCEPTANCE = (*((each, each) for each in (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)), (0.9, 0.5))
 """Of the sequences that accept most and of the others."""
 FREE_ROWS = 256
@@ -418,8 +418,8 @@ class StrideController:
                 is_due = self._may_explore(self._num_steps - timing.last_chosen, EXPLORATION_BUDGET, cost)
             else:
                 emits, takes = ratios[number]
-                hope = math.exp((emits / takes - 1) / FIRST_DOUBT)
-                is_due = self.times is not None and since_trial * FIRST_BUDGET * hope > cost
+                factor = math.exp((emits / takes - 1) / FIRST_DOUBT)
+                is_due = self.times is not None and since_trial * FIRST_BUDGET * factor > cost
             if is_due:
                 return self._start_trial(size, number, cost)
         if costs and self._modes[best].stride == 1:

@@ -188,7 +188,7 @@ class Service:
         limit = context - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > limit:
             given = f"{body.client_name('max_tokens')}={params.max_tokens}"
-            note = f"{given}, but the context of {context} tokens has room for {limit}"
+            note = f"{given}, but the context of {context} tokens leaves {limit}"
             generation.notes = [*generation.notes, note]
         return generation
 

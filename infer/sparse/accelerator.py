@@ -128,7 +128,7 @@ class RowSelection:
     `drops_stored`: but of the last block before the active one, rows go by `keep_R`, and what earlier
     passes stored of them stays.
 
-    The host has chosen before the pass how many rows there is room for (`PassRows`). A sequence whose rows
+    The host has chosen before the pass how many rows are reserved (`PassRows`). A sequence whose rows
     exceed it waits: it decides nothing in this pass, and its random stream and answer stay those it would
     have had. Its pass must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`."""
 

@@ -1,5 +1,5 @@
 """How much attention the positions of a block get from each other, which rows remain, and what a lane
-remembers of its block between passes. Nothing waits for the device. Contract in README.md.
+stores of its block between passes. Nothing waits for the device. Contract in README.md.
 
 R rows, B sequences, W positions of a block, P parts of a sum, N query heads, K KV heads, H head dim, Z
 lanes."""

@@ -1,4 +1,4 @@
-"""Arguments and results of the selection of rows, and what lanes remember between passes.
+"""Arguments and results of the selection of rows, and what lanes store between passes.
 
 B sequences, R rows, W positions of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes."""
 

@@ -196,7 +196,7 @@ def pack_blocks_kernel(
         tl.store(bools_IB + i, my_samples & (waits == 0))
         tl.store(bools_IB + B + i, tl.sum(tl.where(is_mine & advances, 1, 0), 0) > 0)
         tl.store(bools_IB + 2 * B + i, waits)
-        # A sequence that waits has stored what the host scheduled, as the host believes.
+        # A sequence that waits has stored what the host scheduled, on which the host counts.
         num_counted = tl.minimum(my_feed, tl.load(feed_B + i))
         tl.store(ints_IB + i, first_wanted.to(tl.int64))
         tl.store(ints_IB + B + i, tl.where(waits, num_counted, my_feed))

@@ -125,7 +125,7 @@ def pack_plainly(
         limits_R=slots_R - index_R + size,
         is_mask_R=~(is_known_R | is_decided_R) & (rows_R < cu_rows_B1[-1]),
         wanted=wanted,
-        # A sequence that waits has stored what the host scheduled, as the host believes.
+        # A sequence that waits has stored what the host scheduled, on which the host counts.
         num_feed_B=torch.where(waits_B, torch.minimum(feed_B, num_feed_B), feed_B),
         samples_B=rows.samples_B & ~waits_B,
         advances_B=rows.advances_B,

@@ -93,7 +93,7 @@ class WantedPositions:
     Wanted row x is row `rows_X[x]` of the pass. It predicts `positions_X[x]` (b * W + w) of a sequence on
     lane `lanes_X[x]`; `number_BW` is its number x, -1 for positions without one. Rows after the last are
     padding: row 0, position 0. `num_B`: the rows that each sequence requested, from number `first_B` on;
-    `waits_B` (bool): the sequences for which there was no room, so that they have none."""
+    `waits_B` (bool): the sequences beyond the capacity, which have none."""
 
     rows_X: Tensor
     positions_X: Tensor

@@ -28,8 +28,8 @@ TILE = 256
 def change_logits(
     logits_XV: Tensor, lanes: ChangeLanes, known: KnownTokens, rows: ChangedRows, lanes_B: Tensor
 ) -> None:
-    """Change rows by the settings of their lanes and the tokens before them, in place. First counts what the
-    lanes `lanes_B` of the pass got to know since the last call; a lane that occurs twice must not be
+    """Change rows by the settings of their lanes and the tokens before them, in place. First counts the
+    tokens that lanes `lanes_B` of the pass got since the last call; a lane that occurs twice must not be
     active."""
     # The rows of one sequence are easily a view that repeats its lane.
     assert all(row_X is None or row_X.is_contiguous() for row_X in rows), f"{[*rows]=}"

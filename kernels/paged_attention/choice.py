@@ -62,7 +62,7 @@ class Launch:
     octave: int = 16
     """The length of splits doubles after twice this many splits, then after each further `octave` splits."""
     max_parts: int = 512
-    """Maximum number of parts with fixed splits; one program per KV head walks a tile without room."""
+    """Maximum number of parts with fixed splits; one program per KV head walks a tile without parts."""
     combine_rows: int = 1
     """Packed rows of a program of the second kernel, which adds parts."""
     combine_parts: int = 16

@@ -166,7 +166,7 @@ def item_kernel(
 
     SPLIT_BLOCKS 0: items share a tile's blocks, and each writes one part. Otherwise items share its splits,
     each of which is a part, except those of the first item, which adds them itself, as the beginning of the
-    sum. A tile with one item (a short one, or one without room for parts) writes no part. At most half as
+    sum. A tile with one item (a short one, or one without memory for parts) writes no part. At most half as
     many tiles as `num_programs` have several items."""
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)

@@ -37,7 +37,7 @@ class RankingLaunch:
 
 USUAL = RankingLaunch()
 LARGE = RankingLaunch(stages=3)
-"""More queries, or wider heads: they leave less room for keys."""
+"""More queries, or wider heads: they leave less shared memory for keys."""
 FP32 = RankingLaunch(block_n=32, max_queries=32, stages=2)
 MAX_QUERY_NUMBERS = 128 * 128
 

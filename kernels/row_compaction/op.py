@@ -104,7 +104,7 @@ def retain_wanted(
 
     Those of sequence b are `rows_X[first_B[b] : first_B[b] + num_B[b]]`, at most `size`; a sequence of
     `waits_B` has none. `origin_R` ascends: the number of each row that is left among the rows that wanted
-    rows are of. With `num_head` the head has room for so many rows; None: for all, where they were."""
+    rows are of. With `num_head` the head has so many rows; None: all, where they were."""
     packs, num_head = num_head is not None, len(rows_X) if num_head is None else num_head
     if not runs_kernels(rows_X):
         given = rows_X, first_B, num_B, waits_B, origin_R

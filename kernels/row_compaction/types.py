@@ -56,9 +56,9 @@ class RowCapacity(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedWanted:
     """Row h of the head is row `index_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
-    h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
-    room. `waits_B` (bool): sequences that found none, now or before; `demand_B` int64: rows of the head that
-    each requested, 0 if it waited before."""
+    h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or
+    beyond the capacity. `waits_B` (bool): sequences beyond it, now or before; `demand_B` int64: rows of the
+    head that each requested, 0 if it waited before."""
 
     index_H: Tensor
     origin_H: Tensor | None

@@ -85,7 +85,7 @@ def list_tokens(
     p_row, p_chunks, p_list, num_listed, low, num_tokens,
     LIST: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of the listed chunks from `low` on while there is room; returns their count."""
+    """Write the logits of the listed chunks from `low` on while they fit; returns their count."""
     count = 0
     for start in range(0, num_listed, GROUP):
         b_values, _, m_token = load_chunks(p_row, p_chunks, start, num_listed, num_tokens, GROUP, CHUNK)

@@ -193,7 +193,7 @@ class _Work:
         scheduler.costs = costs.measured(self.row_seconds, self.launch_seconds)
 
     def _ordered(self) -> Iterator[PassShape]:
-        """The shapes to capture: those that are timed, then those of the modes that these times speak for."""
+        """The shapes to capture: those that are timed, then those of the modes that these times favour."""
         timed = set(self.timed.values())
         yield from (shape for shape in self.shapes if shape in timed)
         others = [shape for shape in self.shapes if shape not in timed]

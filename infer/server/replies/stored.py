@@ -46,7 +46,7 @@ class ResponseStore:
         self._stored = OrderedDict[str, Stored]()
 
     def put(self, response: dict[str, Any], items: Iterable[dict[str, Any]]) -> bool:
-        """Store a response; those that were not read for longest make room. False if it is too large."""
+        """Store a response, and drop those that were not read for longest. False if it is too large."""
         added = Stored(dump(response), dump(list(items)))
         if added.size > self.max_size:
             return False
@@ -70,7 +70,7 @@ class ResponseStore:
             why = (
                 "max_stored=0 stores none"
                 if self.max_size == 0
-                else ("it was deleted, had store=false, made room for others, or is older than this server")
+                else ("it was deleted, had store=false, was dropped for others, or is older than this server")
             )
             rule = f"no response {name[:80]!r} is stored ({why}); {fix}"
             raise FieldError(param, rule, status=status, code=f"{param.removesuffix('_id')}_not_found")

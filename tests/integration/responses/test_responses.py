@@ -332,7 +332,7 @@ def test_stored_responses_are_bounded_by_their_size() -> None:
 
 
 def test_what_is_not_stored_says_so(monkeypatch: pytest.MonkeyPatch, server: Running, client: OpenAI) -> None:
-    for size, why in ((0, "max_stored=0 stores none"), (100, "made room")):
+    for size, why in ((0, "max_stored=0 stores none"), (100, "was dropped for others")):
         monkeypatch.setattr(server.front.service, "_stores", {"": ResponseStore(size)})
         made = client.responses.create(model=NAME, input=INPUT, store=True)
         assert made.to_dict()["store"] is False

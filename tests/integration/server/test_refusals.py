@@ -155,7 +155,7 @@ def test_parts_of_messages_are_text(server: Running, part: dict[str, Any], param
 
 
 def test_an_answer_with_less_room_than_max_tokens_says_so(server: Running) -> None:
-    for max_tokens, words in ((47, "max_tokens=47, but the context of 48 tokens has room for 44"), (4, None)):
+    for max_tokens, words in ((47, "max_tokens=47, but the context of 48 tokens leaves 44"), (4, None)):
         answer = server.client.post(COMPLETIONS, json={"prompt": [3] * 4, "max_tokens": max_tokens})
         assert answer.status_code == 200 and (words or "") in answer.headers.get("warning", "")
         assert ("warning" in answer.headers) == (words is not None)
