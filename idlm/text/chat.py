@@ -5,7 +5,6 @@ to produce after it."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,6 +24,7 @@ from idlm.text.templates import (
 )
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
 from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
+from idlm.text.turn_ends import WORD, next_tags, second_end
 
 TRAILING = "turns after the last trained answer are left out"
 
@@ -218,7 +218,6 @@ def _disagreement(turn: int, what: str) -> UserError:
     )
 
 
-_WORD = "zqcontentqz"
 REFUSED = "IDLM-0217"
 MAX_HEADER = 80
 CLOSES_BLOCK = "answers without a thought close the <think> block that the prompt opens"
@@ -237,19 +236,22 @@ class Turn(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Template:
     """Renders messages by the template that a tokenizer has for `tools`; `names` are its other variables.
-    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out."""
+    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out.
+    `tags`: what ends an answer and one with calls, where the template leaves that to the next turn."""
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] = ()
     names: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     second_end: str = ""
+    tags: tuple[str, str] = ("", "")
 
     @classmethod
     def of(cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], **names: Any) -> Template:
         """UserError IDLM-0215 without a template."""
         text = template_text(tokenizer, tools)
-        return cls(tokenizer, tools, template_names(text, (), **names), text, _second_end(tokenizer, text))
+        ends = second_end(tokenizer, text), next_tags(tokenizer, text)
+        return cls(tokenizer, tools, template_names(text, (), **names), text, *ends)
 
     def draw(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
         """Return the text of messages; UserErrors are those of `render`."""
@@ -260,7 +262,11 @@ class Template:
             tools=self.tools,
             template_kwargs=self.names,
         )
-        return text if is_open else text.removesuffix(self.second_end)
+        if is_open:
+            return text
+        is_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        tag = self.tags[bool(messages[-1].get("tool_calls"))] if is_answer else ""
+        return text.removesuffix(self.second_end) + tag
 
     def tokens(self, messages: Sequence[Message]) -> Any:
         """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""
@@ -276,7 +282,7 @@ class Template:
     def around(self, history: Sequence[Message]) -> tuple[str, str]:
         """Return what is written before and after the content of an assistant's turn that follows `history`;
         ("", "") where the content is left out."""
-        before, found, after = self.draw([*history, {"role": "assistant", "content": _WORD}]).partition(_WORD)
+        before, found, after = self.draw([*history, {"role": "assistant", "content": WORD}]).partition(WORD)
         return (before, after) if found else ("", "")
 
     def opener(self) -> str:
@@ -359,23 +365,3 @@ class Template:
                 fix="train without the thoughts (data.thinking=strip), or correct the template's settings",
             )
         return replace(self, names={**self.names, switch: True})
-
-
-@functools.lru_cache(maxsize=64)
-def _second_end(tokenizer: Any, text: str) -> str:
-    """Return the eos that a template, such as that of Phi-3, writes after the end of the last turn, unless
-    an answer is to follow; empty for one that does not."""
-    eos = tokenizer.eos_token
-    if not eos or ("eos_token" not in text and eos not in text):
-        return ""
-    ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
-    try:
-        drawn = [
-            Template(tokenizer, text=text).draw([{"role": "user", "content": "a"}], is_open=is_open)
-            for is_open in (False, True)
-        ]
-    except UserError:
-        return ""
-    rest = drawn[0].removesuffix(eos)
-    has_two = rest != drawn[0] and rest.rstrip().endswith(ends) and not drawn[1].startswith(drawn[0])
-    return eos if has_two else ""

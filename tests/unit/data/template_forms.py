@@ -95,6 +95,12 @@ SYSTEM_LAST = (
 )
 """Nothing opens a turn, and a system prompt is in the last turn if that is the user's."""
 FORMS["second end"] = FORMS["chatml"] + "{%- if not add_generation_prompt %}{{- eos_token }}{%- endif %}"
+NOT_CLOSED = (
+    "{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+"""Of GLM-4: nothing closes a turn."""
 FORMS["behind an opened block"] = (
     "{%- for m in messages %}{%- if m.role == 'assistant' and loop.last %}"
     "{{- '<|im_start|>assistant\\n<think>\\n' + m.content + '<|im_end|>\\n' }}"

@@ -11,7 +11,7 @@ import pytest
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.text.templates import with_date, writes_date
+from idlm.text.templates import render, with_date, writes_date
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.check import data_problems
 from idlm.train.checkpoint.resume import RUN_FOLDER
@@ -22,7 +22,7 @@ from idlm.train.data.encoder import RETOKENISED, Encoder
 from idlm.train.prepare import DATA_FILE, remember_data, run_date
 from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
-from tests.unit.data.template_forms import FORMS, form_tokenizer, save_tokenizer
+from tests.unit.data.template_forms import FORMS, NOT_CLOSED, form_tokenizer, save_tokenizer
 
 NAMED = "{% for m in messages %}NAME {{ m.content }}<|im_end|>{% endfor %}"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -258,6 +258,24 @@ def test_an_end_that_the_template_does_not_write_stays(tmp_path: Path) -> None:
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     (sample,) = encoder.messages(turns(f"b{EOS}"), origin="here")
     assert tokenizer.decode(sample.token_ids[sample.supervised]) == f"b{EOS}"
+
+
+def test_an_answer_that_the_template_does_not_close_ends_by_the_tag_of_the_next_turn(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [question, call, {"role": "tool", "content": "7"}, *turns("Yes"), *turns("No")]
+    # Text that begins a turn ends none.
+    for tags, (user, tool) in (([], ("", "")), (["<|user|>", "<|tool|>"], ("<|user|>", "<|tool|>"))):
+        tokenizer = load_tokenizer(save_tokenizer(tmp_path, NOT_CLOSED))
+        tokenizer.add_special_tokens({"additional_special_tokens": tags})
+        encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+        (sample,) = encoder.messages(messages, origin="here")
+        expected = f'\n{{"name": "f", "arguments": {{}}}}{tool}\nYes{user}\nNo{user}'
+        assert tokenizer.decode(sample.token_ids[sample.supervised]) == expected
+        assert tokenizer.decode(sample.token_ids) == render(tokenizer, messages, open_turn=False) + user
+        closed = [*messages[:-1], {"role": "assistant", "content": f"No{user}"}]
+        (again,) = encoder.messages(closed, origin="here")
+        assert again.token_ids.tolist() == sample.token_ids.tolist()
 
 
 def test_special_tokens_in_the_words_of_a_user_are_told(tmp_path: Path) -> None:
