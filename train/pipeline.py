@@ -199,9 +199,8 @@ def _run(
     from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
     run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
-    dataset, rule, date = prepared.dataset, prepared.objective.row_rule, prepared.date
-    data: Any = {"row_rule": rule, "left_out": dataset.left_out, "date": date, "is_continued": is_continued}
-    from_rank_zero(lambda: remember_data(run, dataset.source, **data))
+    source, date = prepared.dataset.source, prepared.date
+    from_rank_zero(lambda: remember_data(run, source, date=date, is_continued=is_continued))
     if (identity := prepared.base_identity) is not None:
         from_rank_zero(lambda: remember_base(run, identity, is_continued=is_continued))
     outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -321,55 +320,29 @@ def run_date(config: TrainConfig) -> datetime.date:
     return datetime.date.today() if given is None else datetime.date.fromisoformat(str(given))
 
 
-def remember_data(
-    run: Path,
-    source: Source,
-    *,
-    row_rule: str = "1",
-    left_out: np.ndarray | None = None,
-    date: str | None = None,
-    is_continued: bool,
-) -> None:
-    """Store which data a run has in its folder, how its rows are counted (`Objective.row_rule`), which
-    samples do not train (`left_out`), and the date that its chat template writes; UserError IDLM-0235 where a
-    resumed run has other data or rows, with which it would see some samples twice and others never."""
-    now: dict[str, Any] = {"row_rule": row_rule} | ({} if date is None else {"date": date})
+def remember_data(run: Path, source: Source, *, date: str | None = None, is_continued: bool) -> None:
+    """Store which data a run has in its folder, and the date that its chat template writes; UserError
+    IDLM-0235 where a resumed run has other data, with which it would see some samples twice and others
+    never."""
+    now: dict[str, Any] = {} if date is None else {"date": date}
     if isinstance(source, CountedSource):
         now |= {"digest": source.digest(), "num_samples": source.num_samples}
-        now["left_out"] = (
-            None if left_out is None else hashlib.sha256(np.packbits(left_out).tobytes()).hexdigest()
-        )
-    elif date is None:
-        return
-    unknown = {"row_rule": "1"} | ({"left_out": None} if "left_out" in now else {})
-    before = unknown | _remembered(run / DATA_FILE, now, is_continued=is_continued)
-    if before != now:
-        raise _other_data(run, before, now)
-
-
-def _other_data(run: Path, before: dict[str, Any], now: dict[str, Any]) -> UserError:
+    before = _remembered(run / DATA_FILE, now, is_continued=is_continued) if now else now
     day = before.get("date")
-    differs = {name: before.get(name) != now.get(name) for name in ("row_rule", "digest", "left_out", "date")}
-    if differs["row_rule"] or (differs["left_out"] and not differs["digest"]):
-        return UserError(
+    if day != date:
+        raise UserError(
             "IDLM-0235",
-            f"the run in {run} was packed by another version, which counted rows of samples, or held samples "
-            "out, otherwise",
-            fix="continue it with that version, or start a new run: another output_dir, or resume=never",
-        )
-    if differs["date"]:
-        return UserError(
-            "IDLM-0235",
-            f"the chat template writes the date, which is {now.get('date')} now and was {day or 'another'} "
-            f"when the run in {run} began, so its data would be other data",
+            f"the chat template writes the date, which is {date} now and was {day or 'another'} when the run "
+            f"in {run} began, so its data would be other data",
             fix=f"set data.date={day or 'YYYY-MM-DD'}, the day on which the run began",
         )
-    return UserError(
-        "IDLM-0235",
-        f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
-        f"{now.get('num_samples')} of its data now",
-        fix="restore the data files, or start a new run: another output_dir, or resume=never",
-    )
+    if before != now:
+        raise UserError(
+            "IDLM-0235",
+            f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+            f"{now.get('num_samples')} of its data now",
+            fix="restore the data files, or start a new run: another output_dir, or resume=never",
+        )
 
 
 def remember_base(run: Path, identity: str, *, is_continued: bool) -> None:

@@ -317,8 +317,7 @@ def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[
         if before is None or before == path:
             continue
         known = held.get(key)
-        # An earlier version stored a home as it was written.
-        if os.path.expanduser(str(before)) == path or (known is not None and known == _content(path, kind)):
+        if known is not None and known == _content(path, kind):
             node[name] = path
         elif known is not None:
             changed.append(key)

@@ -178,11 +178,6 @@ class Objective(Losses):
     def default_row_length(self, max_length: int) -> int:
         """Return how many rows the longest allowed sample needs."""
 
-    @property
-    def row_rule(self) -> str:
-        """Changes when `num_rows` counts otherwise, and with it the packing: a run keeps its rule."""
-        return "1"
-
     @abstractmethod
     def num_rows(self, length: Count, num_targets: Count) -> Count:
         """Return how many rows a sample needs at most, over all stages: numbers, or int64 [samples] of many.

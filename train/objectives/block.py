@@ -43,11 +43,6 @@ class BlockDiffusion(MaskedDiffusion):
     def default_row_length(self, max_length: int) -> int:
         return 2 * max_length + self.max_stride - 1
 
-    @property
-    def row_rule(self) -> str:
-        """Blocks without a target have had no rows since rule 2."""
-        return "2" if self.mask_region == "response" else "1"
-
     def num_rows(self, length: Count, num_targets: Count) -> Count:
         num_noisy = length + (self.max_stride - 1)
         if self.mask_region == "response":

@@ -298,8 +298,6 @@ def test_a_run_does_not_continue_with_other_data(tmp_path: Path, tokenizer) -> N
         remember_data(run, other, is_continued=True)
     remember_data(run, other, is_continued=False)
     remember_data(run, other, is_continued=True)
-    with pytest.raises(UserError, match="IDLM-0235.*packed by another version"):
-        remember_data(run, other, row_rule="2", is_continued=True)
 
 
 def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> None:
