@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -176,7 +176,8 @@ def intact_parts(directory: Path) -> list[dict[str, Any]]:
 
 
 class CachedSource:
-    """The samples of a cache; `header` is that of its last part. Tokens stay on disk, lengths in memory."""
+    """The samples of a cache; `header` is that of its last part. Tokens stay on disk, lengths in memory.
+    `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with."""
 
     def __init__(self, directory: Path, headers: Sequence[dict[str, Any]]) -> None:
         self.directory, self.header = directory, headers[-1]
@@ -280,22 +281,6 @@ def open_cache(directory: Path) -> CachedSource | None:
     return CachedSource(directory, headers)
 
 
-@runtime_checkable
-class CountedSource(Protocol):
-    """A finite source whose lengths need no reading of samples: one cache, or a mixture of several.
-    `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with."""
-
-    num_samples: int | None
-    header: dict[str, Any]
-    lengths: np.ndarray
-    num_targets: np.ndarray
-    prompt_keys: np.ndarray
-
-    def sample(self, index: int) -> Sample: ...
-
-    def digest(self) -> str: ...
-
-
 class MixedSource:
     """Several caches as one source: files of different shapes, by weights.
 
@@ -376,3 +361,7 @@ def _refuse_equal(sources: Sequence[CachedSource]) -> None:
                 fix="give each source once, with a higher weight",
             )
         known[digest] = name
+
+
+CountedSource = CachedSource | MixedSource
+"""A finite source whose lengths need no reading of samples."""

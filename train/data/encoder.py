@@ -31,8 +31,6 @@ from idlm.text.tokenizer import (
 from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
 
-THINKING = ("keep", "strip", "off")
-TURNS = ("all", "last", "each")
 SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
@@ -62,7 +60,6 @@ class Encoder:
         left_out: str = "error",
         date: datetime.date | None = None,
     ) -> None:
-        assert thinking in THINKING and turns in TURNS, f"{thinking=} {turns=}"
         self.use_chat_template = use_chat_template and bool(getattr(tokenizer, "chat_template", None))
         self.date: str | None = None
         if writes_date(tokenizer):

@@ -88,11 +88,12 @@ def keys_of(shape: str) -> frozenset[str]:
     return frozenset(own.union(found.also, found.checked))
 
 
-def wanted_columns(names: Sequence[str]) -> list[str]:
-    """Return the columns that a shape which fits may have; all where none fits, for an error to name them."""
+def wanted_columns(names: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the columns that a shape which fits may have, all where none fits, for an error to name them;
+    and the others, which are not read."""
     fitting = [shape for shape in SHAPES if _match(dict.fromkeys(names), shape)[1]]
     known = frozenset[str]().union(*map(keys_of, fitting)) or frozenset(names)
-    return [name for name in names if name in known]
+    return [name for name in names if name in known], tuple(name for name in names if name not in known)
 
 
 def _match(record: Record, name: str) -> tuple[int, list[Keys]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.contracts import RECORD_KEYS
@@ -169,15 +169,37 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
 
 
 def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str) -> Encoded:
-    return conversation_of(record, turns).encoded(encoder, origin=origin)
+    """Encode the turns with what is next to them; UserError IDLM-0204 where no turn is a target."""
+    turns = _with_context(record, turns)
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if answers and not any(turn.is_trained for turn in answers):
+        raise UserError(
+            "IDLM-0204",
+            f"{origin} has nothing to predict (all {len(answers)} assistant turns have the weight 0)",
+            fix="delete the record, give a turn the weight 1, or set data.on_bad_record=skip",
+        )
+    untrained = {
+        index for index, turn in enumerate(turns) if turn.role == "assistant" and not turn.is_trained
+    }
+    template_kwargs = _template_kwargs(record)
+    samples = encoder.messages(
+        [turn.message for turn in turns],
+        origin=origin,
+        tools=_tools(record, turns),
+        template_kwargs=template_kwargs,
+        untrained=frozenset(untrained),
+    )
+    return samples, _ignored_keys(turns, template_kwargs, encoder, samples)
 
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
     """Encode two texts, which need no chat template unless there is more."""
     user, assistant = plain_turns(prompt, response)
     assistant = replace(assistant, message=assistant.message | reasoning_of(record, "the record"))
-    conversation = conversation_of(record, [user, assistant])
-    if conversation.is_pair:
+    turns = _with_context(record, [user, assistant])
+    is_pair = [turn.role for turn in turns] == ["user", "assistant"] and turns[-1].is_trained
+    has_more = any(len(turn.message) > 2 for turn in turns)
+    if is_pair and not (has_more or _tools(record, turns) or _template_kwargs(record)):
         return [encoder.pair(prompt, response, origin=origin)], set()
     if not encoder.use_chat_template:
         others = present(record, (*CHAT_KEYS, *REASONING_KEYS))
@@ -185,7 +207,7 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
             f"{', '.join(others)} next to a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
-    return conversation.encoded(encoder, origin=origin)
+    return _encoded(record, [user, assistant], encoder, origin)
 
 
 def _context(value: Any, key: str) -> list[Message]:
@@ -253,60 +275,23 @@ SHAPES: dict[str, Format] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordConversation:
-    """`turns` as the template gets them; `tools` are JSON schemas, `template_kwargs` variables of the
-    template."""
-
-    turns: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def encoded(self, encoder: Encoder, *, origin: str) -> Encoded:
-        """Encode the conversation; UserError IDLM-0204 where no turn is a target."""
-        answers = [turn for turn in self.turns if turn.role == "assistant"]
-        if answers and not any(turn.is_trained for turn in answers):
-            raise UserError(
-                "IDLM-0204",
-                f"{origin} has nothing to predict (all {len(answers)} assistant turns have the weight 0)",
-                fix="delete the record, give a turn the weight 1, or set data.on_bad_record=skip",
-            )
-        numbered = enumerate(self.turns)
-        untrained = {index for index, turn in numbered if turn.role == "assistant" and not turn.is_trained}
-        samples = encoder.messages(
-            [turn.message for turn in self.turns],
-            origin=origin,
-            tools=self.tools,
-            template_kwargs=self.template_kwargs,
-            untrained=frozenset(untrained),
-        )
-        return samples, self._ignored_keys(encoder, samples)
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether this is one prompt and its response, with nothing else."""
-        roles = [turn.role for turn in self.turns]
-        has_more = self.tools or self.template_kwargs or any(len(turn.message) > 2 for turn in self.turns)
-        return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
-
-    def _ignored_keys(self, encoder: Encoder, samples: Sequence[Sample]) -> set[str]:
-        """Return the keys of turns, and the variables of the template, that nothing reads: the template has
-        no such word, or `samples` lack the text."""
-        read = _words(all_template_text(encoder.tokenizer))
-        texts = [
-            (name, turn.message.get(name.rpartition(".")[2])) for turn in self.turns for name in turn.extra
-        ]
-        named = [text for _, text in texts if isinstance(text, str)]
-        whole = "".join(encoder.tokenizer.decode(sample.token_ids) for sample in samples if named)
-        lost = {name for name, text in texts if isinstance(text, str) and text not in whole}
-        variables = {
-            key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in self.template_kwargs
-        }
-        extra = variables.union(*(turn.extra for turn in self.turns))
-        return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
+def _ignored_keys(
+    turns: Sequence[Message], template_kwargs: Mapping[str, Any], encoder: Encoder, samples: Sequence[Sample]
+) -> set[str]:
+    """Return the keys of turns, and the variables of the template, that nothing reads: the template has no
+    such word, or `samples` lack the text."""
+    read = _words(all_template_text(encoder.tokenizer))
+    texts = [(name, turn.message.get(name.rpartition(".")[2])) for turn in turns for name in turn.extra]
+    named = [text for _, text in texts if isinstance(text, str)]
+    whole = "".join(encoder.tokenizer.decode(sample.token_ids) for sample in samples if named)
+    lost = {name for name, text in texts if isinstance(text, str) and text not in whole}
+    variables = {key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in template_kwargs}
+    extra = variables.union(*(turn.extra for turn in turns))
+    return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
 
-def conversation_of(record: Mapping[str, Any], turns: Sequence[Message]) -> RecordConversation:
+def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
+    """Return the turns with their weights, after the system prompt and the history next to them."""
     for key, value in present(record, MEDIA_KEYS).items():
         raise unusable(
             f"{key}={shown(value)} belongs to the conversation, and only text is read",
@@ -317,11 +302,7 @@ def conversation_of(record: Mapping[str, Any], turns: Sequence[Message]) -> Reco
     history = [
         turn for key, value in present(record, (HISTORY_KEY,)).items() for turn in history_turns(value, key)
     ]
-    return RecordConversation(
-        turns=[*(_system(record, system) or system), *history, *found[len(system) :]],
-        tools=_tools(record, found),
-        template_kwargs=_template_kwargs(record),
-    )
+    return [*(_system(record, system) or system), *history, *found[len(system) :]]
 
 
 def _tools(record: Mapping[str, Any], turns: Sequence[Message]) -> Sequence[Mapping[str, Any]]:

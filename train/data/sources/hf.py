@@ -51,9 +51,7 @@ class DatasetReader:
         return [self.split, len(self.dataset), *identity_of(files)]
 
     def rows(self) -> Iterator[Row]:
-        names = self.dataset.column_names
-        columns = wanted_columns(names)
-        unread = tuple(name for name in names if name not in columns)
+        columns, unread = wanted_columns(self.dataset.column_names)
         dataset = self.dataset.with_format(None).select_columns(columns)
         number = 0
         for batch in dataset.iter(BATCH_ROWS):

@@ -25,9 +25,7 @@ class ParquetReader(FileReader):
             number = 0
             try:
                 table = parquet.ParquetFile(path)
-                names = table.schema_arrow.names
-                columns = wanted_columns(names)
-                unread = tuple(name for name in names if name not in columns)
+                columns, unread = wanted_columns(table.schema_arrow.names)
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                     for record in batch.to_pylist(maps_as_pydicts="strict"):
                         number += 1
