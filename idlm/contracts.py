@@ -7,17 +7,15 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from idlm.config.schema import option
+from idlm.config.schema import LARGEST_NUMBER, is_integer, is_number, option
 from idlm.errors import UserError
 
 Exactness = Literal["exact", "lossy"]
-LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
 """Largest `n`: all samples of a request are queued at once."""
 MAX_LOGPROBS = 1024
@@ -264,16 +262,6 @@ def _by_token(biases: Any) -> Any:
 def plain_value(value: Any) -> Any:
     """Convert scalars and arrays of numpy and torch to Python; leave anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value
-
-
-def is_number(value: object, minimum: float = -LARGEST_NUMBER, maximum: float = LARGEST_NUMBER) -> bool:
-    """Whether `value` is an int or float, not a bool, in [least, most]; the default is all of fp64."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
-
-
-def is_integer(value: object, minimum: int, maximum: float = LARGEST_NUMBER) -> bool:
-    """As `is_number`, of integers."""
-    return isinstance(value, int) and is_number(value, minimum, maximum)
 
 
 def _is_count(num_top: object) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
-from idlm.contracts import is_integer, is_number
+from idlm.config.schema import is_integer, is_number
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
 

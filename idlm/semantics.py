@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from idlm.checkpoint import read_json
-from idlm.contracts import is_integer
+from idlm.config.schema import is_integer
 from idlm.errors import UserError
 
 FILE_NAME = "idlm_config.json"

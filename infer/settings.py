@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from idlm.config import schema
-from idlm.config.schema import option
-from idlm.contracts import LARGEST_NUMBER, plain_value
+from idlm.config.schema import LARGEST_NUMBER, option
+from idlm.contracts import plain_value
 from idlm.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from idlm.config.suggest import ALIASES, absent, did_you_mean, nearest
 from idlm.errors import UserError
 
 ITEM = "*"
+LARGEST_NUMBER = sys.float_info.max
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
@@ -278,3 +280,13 @@ def is_text(annotation: Any) -> bool:
 
 def allows_null(annotation: Any) -> bool:
     return annotation is Any or type(None) in members(annotation)
+
+
+def is_number(value: object, minimum: float = -LARGEST_NUMBER, maximum: float = LARGEST_NUMBER) -> bool:
+    """Whether `value` is an int or float, not a bool, in [minimum, maximum]; the default is all of fp64."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def is_integer(value: object, minimum: int, maximum: float = LARGEST_NUMBER) -> bool:
+    """As `is_number`, of integers."""
+    return isinstance(value, int) and is_number(value, minimum, maximum)

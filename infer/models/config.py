@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from idlm.contracts import is_number
+from idlm.config.schema import is_number
 from idlm.errors import UserError
 from idlm.infer.models.base import USUAL, ModelSpec, MoeSpec, OtherLayers, Variant
 

@@ -41,13 +41,6 @@ PEER_TIMEOUT = timedelta(days=1)
 """Ranks may write for hours; the watchdog detects those that have died."""
 
 
-class SaveTime(NamedTuple):
-    """Seconds that training waited for a save, and seconds until it was published."""
-
-    blocked: float
-    total: float
-
-
 class Buffer(NamedTuple):
     num_bytes: int
     is_pinned: bool
@@ -61,7 +54,8 @@ class CheckpointWriter:
     def __init__(self, mode: str, *, num_sharing: int = 1) -> None:
         assert mode in SAVE_MODES, f"{mode=}"
         self.is_async, self.num_sharing = mode == "async", num_sharing
-        self.times: list[SaveTime] = []
+        self.times: list[float] = []
+        """Seconds until each save was published."""
         self._group = group_of_own(timeout=PEER_TIMEOUT) if self.is_async else None
         self._writes: list[Callable[[], None]] = []
         self._buffers: dict[tuple[str, int], Tensor] = {}
@@ -149,8 +143,7 @@ class CheckpointWriter:
                     clean_up()
 
                 from_rank_zero(publish, group=self._group)
-            total = time.monotonic() - began
-            self.times.append(SaveTime(blocked if self.is_async else total, total))
+            self.times.append(time.monotonic() - began)
 
         def guarded() -> None:
             try:
@@ -159,7 +152,6 @@ class CheckpointWriter:
                 self._failure = error
 
         began = self._began
-        blocked = time.monotonic() - began
         if self.is_async:
             self._thread = threading.Thread(target=guarded, name=f"save {target.name}", daemon=True)
             self._thread.start()

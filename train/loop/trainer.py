@@ -227,7 +227,7 @@ class TimeLimit:
         now = self.elapsed()
         self._longest = max(self._longest, 0.0 if self._last is None else now - self._last)
         self._last = now
-        saves = max((one.total for one in self.writer.times), default=self.assumed_save)
+        saves = max(self.writer.times, default=self.assumed_save)
         saves *= 2 if self.writer.is_async else 1
         return now + self._longest + saves + EXIT_SECONDS >= self.seconds
 

@@ -28,8 +28,8 @@ from idlm.train.model.attention import leave_out_of_compiled_layers, register_at
 from idlm.train.model.checks import check_positions, check_window
 from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays, share_inputs
 from idlm.train.model.stored import (
-    num_tensors,
     read_generation_config,
+    readable_tensors,
     refuse_quantised,
     savable,
     stored_tensors,
@@ -148,10 +148,9 @@ def check_base_config(directory: Path) -> None:
 
     config, source = read_json(directory / "config.json"), f"{directory}/config.json"
     refuse_quantised(directory, config)
-    held = num_tensors(directory)
-    if held is not None:
+    if tensors := readable_tensors(directory):
         layers = {"num_hidden_layers": config.get("num_hidden_layers")}
-        refuse_impossible_counts(layers, held, source=source)
+        refuse_impossible_counts(layers, len(tensors), source=source)
     model_type = config.get("model_type")
     # transformers itself reports a model type that it does not support.
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:

@@ -148,29 +148,23 @@ def _tensors(path: Path) -> dict[str, Stored]:
         return {name: Stored(path, tuple(one.get_shape()), str(one.get_dtype())) for name, one in slices}
 
 
-def _readable(directory: Path) -> dict[str, Stored] | None:
-    """All tensors; None where `stored_tensors` refuses them, which raises when the base is loaded."""
+def readable_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors; {} where `stored_tensors` refuses them, which raises when the base is loaded."""
     try:
         return stored_tensors(directory)
     except UserError:
-        return None
-
-
-def num_tensors(directory: Path) -> int | None:
-    """How many tensors the weight files hold; None where there are none or one cannot be read."""
-    found = _readable(directory)
-    return None if found is None else len(found)
+        return {}
 
 
 def num_elements(directory: Path) -> int:
     """How many numbers the weight files hold; 0 where there are none or one cannot be read."""
-    return sum(math.prod(one.shape) for one in (_readable(directory) or {}).values())
+    return sum(math.prod(one.shape) for one in readable_tensors(directory).values())
 
 
 def stored_dtype(directory: Path) -> str | None:
     """The dtype of most elements in the weight files; None where there is none, or a file cannot be read."""
     counts: Counter[str] = Counter()
-    for one in (_readable(directory) or {}).values():
+    for one in readable_tensors(directory).values():
         counts[one.dtype] += math.prod(one.shape)
     return STORED_DTYPES.get(counts.most_common(1)[0][0]) if counts else None
 
@@ -201,7 +195,7 @@ def _rows(name: str, stored: Stored, size: int = 4096) -> Iterator[torch.Tensor]
 
 def embedding_norm(directory: Path, name: str, row: int) -> float | None:
     """The norm of one row of a stored matrix; None where it cannot be read. Reads that row only."""
-    stored = (_readable(directory) or {}).get(name)
+    stored = readable_tensors(directory).get(name)
     if stored is None:
         return None
     with safe_open(str(stored.path), framework="pt") as file:
@@ -238,10 +232,8 @@ def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
     all that is missing (Llama-2-chat), or one without the values that are ignored. UserError IDLM-0541 where
     neither helps."""
     problem = _problem(config)
-    return config if problem is None else _mended(config, directory, problem)
-
-
-def _mended(config: GenerationConfig, directory: Path, problem: str) -> GenerationConfig:
+    if problem is None:
+        return config
     fixed = copy.deepcopy(config)
     if config.do_sample is None:
         fixed.do_sample = True

@@ -171,17 +171,7 @@ def time_plan(
 def gpu_parts(
     work: ModelWork, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float
 ) -> PartsOf:
-    return lambda passes, fed: _gpu_parts(work, setup, rates, num_trained, micro_batches, passes)
-
-
-def _gpu_parts(
-    work: ModelWork, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float, passes: Passes
-) -> dict[str, float]:
     weights = work.layers + work.head
-    moved = 2 * work.moved(passes) / rates.memory
-    # In every micro-batch weights are read twice and their gradients written, or read a third time.
-    products = work.products(passes) / rates.products + OPERANDS * moved
-    products += 3 * 2 * micro_batches * weights / rates.memory
     updated = OPTIMIZER_BYTES * num_trained / setup.parts(1) + GRADIENT_BYTES * num_trained * micro_batches
     # ZeRO-1 and DDP reduce gradients once per step, later stages in every micro-batch.
     shards_sums, shards_weights = setup.parts(2) > 1, setup.parts(SHARDS_WEIGHTS) > 1
@@ -191,20 +181,28 @@ def _gpu_parts(
     attention = NARROW_ATTENTION if work.head_dim <= NARROW_HEAD else ATTENTION
     if work.is_gated:
         attention = GATED_ATTENTION
-    parts = {
-        "products": products,
-        "attention": work.queries * passes.pairs / (attention * rates.products),
-        "element-wise": ELEMENTWISE * moved,
-        "gradients and optimizer": updated / rates.memory,
-        "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
-    }
-    layer_weights = work.layers / work.num_layers
-    is_replayed = setup.is_compiled and setup.is_replayed
-    if is_replayed and is_short(layer_weights, num_rows=setup.rows, is_gated=work.is_gated):
-        return parts | {"host": REPLAYED_STEP}
-    launches = GATED_LAUNCHES if work.is_gated else LAUNCHES
-    layers = work.num_layers * micro_batches
-    return parts | {"host": max(WAIT * layers, launches * layers + STEP - sum(parts.values()))}
+
+    def parts_of(passes: Passes, fed: TokenCounts) -> dict[str, float]:
+        moved = 2 * work.moved(passes) / rates.memory
+        # In every micro-batch weights are read twice and their gradients written, or read a third time.
+        products = work.products(passes) / rates.products + OPERANDS * moved
+        products += 3 * 2 * micro_batches * weights / rates.memory
+        parts = {
+            "products": products,
+            "attention": work.queries * passes.pairs / (attention * rates.products),
+            "element-wise": ELEMENTWISE * moved,
+            "gradients and optimizer": updated / rates.memory,
+            "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
+        }
+        layer_weights = work.layers / work.num_layers
+        is_replayed = setup.is_compiled and setup.is_replayed
+        if is_replayed and is_short(layer_weights, num_rows=setup.rows, is_gated=work.is_gated):
+            return parts | {"host": REPLAYED_STEP}
+        launches = GATED_LAUNCHES if work.is_gated else LAUNCHES
+        layers = work.num_layers * micro_batches
+        return parts | {"host": max(WAIT * layers, launches * layers + STEP - sum(parts.values()))}
+
+    return parts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

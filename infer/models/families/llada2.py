@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from idlm.checkpoint import READ
-from idlm.contracts import is_number
+from idlm.config.schema import is_number
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
 from idlm.infer.models.config import MAX_COUNT, MAX_HEAD_DIM, ConfigReader, dense_spec
 

@@ -22,7 +22,7 @@ from idlm.cli.command import Terminated
 from idlm.errors import UserError
 from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.save import SavingTrainer
-from idlm.train.checkpoint.writer import CheckpointWriter, SaveTime
+from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.loop import trainer as trainer_module
 from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit
 
@@ -148,7 +148,7 @@ def test_a_save_waits_for_the_one_before_and_raises_its_error(tmp_path: Path) ->
     writer.begin()
     writer.publish(tmp_path, tmp_path, ExitStack(), lambda: events.append("whole"), lambda: None)
     writer.wait()
-    assert events == ["written", "whole"] and 0 <= writer.times[0].blocked <= writer.times[0].total
+    assert events == ["written", "whole"] and len(writer.times) == 1
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_save(
 ) -> None:
     """Of 220 s, 15 are for the end of the process and 10 for another step."""
     writer, clock = CheckpointWriter(mode), iter(range(0, 1000, 10))
-    writer.times = [SaveTime(1.0, total) for total in times]
+    writer.times = times
     limit = TimeLimit(
         (210 + EXIT_SECONDS - 5) / 60, writer, assumed_save=100.0, elapsed=lambda: float(next(clock))
     )
