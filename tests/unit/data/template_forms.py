@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,12 @@ def save_tokenizer(directory: Path, template: Any, *, post: Any = None, **config
     return directory
 
 
-def form_tokenizer(directory: Path, form: str, **config: Any) -> Any:
-    """Return a tokenizer with a template of `FORMS`."""
-    return load_tokenizer(save_tokenizer(directory / form, FORMS[form], **config))
+@functools.cache
+def tokenizer_with(template: str) -> Any:
+    """The same tokenizer for all tests: a test that changes it takes a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(save_tokenizer(Path(folder), template))
+
+
+def form_tokenizer(form: str) -> Any:
+    return tokenizer_with(FORMS[form])

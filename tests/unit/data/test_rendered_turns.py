@@ -3,8 +3,8 @@ template leaves out."""
 
 from __future__ import annotations
 
+import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.text.left_out import kinds_left_out
 from idlm.text.templates import render
-from idlm.text.tokenizer import encode_messages, load_tokenizer
+from idlm.text.tokenizer import encode_messages
 from idlm.train.data.base import without_thinking
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
@@ -23,7 +23,7 @@ from tests.unit.data.template_forms import (
     SYSTEM_LAST,
     THINKING_SWITCH,
     form_tokenizer,
-    save_tokenizer,
+    tokenizer_with,
 )
 
 QUESTION = {"role": "user", "content": "Is it so?"}
@@ -32,13 +32,17 @@ END = "<|im_end|>"
 CALL = {"function": {"name": "zone", "arguments": {"city": "Rome"}}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("forms")
-
-
 def encoder_of(tokenizer: Any, **settings: Any) -> Encoder:
     return Encoder(tokenizer, mask_token_id=None, **{"use_chat_template": True} | settings)
+
+
+def sample_of(
+    tokenizer: Any, messages: list[Any], *, untrained: Any = (), tools: Any = (), **settings: Any
+) -> Sample:
+    """The only sample of a conversation."""
+    given: Any = {"untrained": frozenset(untrained), "tools": tools}
+    (sample,) = encoder_of(tokenizer, **settings).messages(messages, origin="here", **given)
+    return sample
 
 
 def answer(role: str = "assistant", **fields: Any) -> dict[str, Any]:
@@ -56,8 +60,8 @@ def parts(tokenizer: Any, sample: Sample) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("form", ["chatml", "last thought", "opened"])
-def test_a_thought_that_is_given_twice_is_trained_once(folder: Path, form: str) -> None:
-    encoder = encoder_of(form_tokenizer(folder, form))
+def test_a_thought_that_is_given_twice_is_trained_once(form: str) -> None:
+    encoder = encoder_of(form_tokenizer(form))
 
     def ids(**fields: str) -> list[int]:
         [sample] = encoder.messages([QUESTION, answer(**fields)], origin="here")
@@ -72,13 +76,11 @@ def test_a_thought_that_is_given_twice_is_trained_once(folder: Path, form: str) 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("closed", "calls")])
 @pytest.mark.parametrize("is_field", [False, True])
-def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(
-    folder: Path, form: str, is_field: bool
-) -> None:
-    tokenizer = form_tokenizer(folder, form)
+def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(form: str, is_field: bool) -> None:
+    tokenizer = form_tokenizer(form)
     output = answer(content="Yes it is", reasoning_content="WHY so") if is_field else answer(content=THOUGHT)
     for turns in ("last", "each"):
-        (sample,) = encoder_of(tokenizer, turns=turns).messages([QUESTION, output], origin="here")
+        sample = sample_of(tokenizer, [QUESTION, output], turns=turns)
         prompt, targets = parts(tokenizer, sample)
         extra = {"enable_thinking": True} if form == "closed unless on" else {}
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], **extra))
@@ -87,12 +89,10 @@ def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_answer_without_a_thought_closes_an_opened_block_once(folder: Path, form: str) -> None:
-    tokenizer = form_tokenizer(folder, form)
+def test_an_answer_without_a_thought_closes_an_opened_block_once(form: str) -> None:
+    tokenizer = form_tokenizer(form)
     for thinking, content in (("keep", "Yes it is"), ("strip", THOUGHT)):
-        (sample,) = encoder_of(tokenizer, thinking=thinking).messages(
-            [QUESTION, answer(content=content)], origin="here"
-        )
+        sample = sample_of(tokenizer, [QUESTION, answer(content=content)], thinking=thinking)
         prompt, targets = parts(tokenizer, sample)
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION]))
         whole = tokenizer.decode(sample.token_ids)
@@ -103,22 +103,22 @@ def test_an_answer_without_a_thought_closes_an_opened_block_once(folder: Path, f
         assert is_warned == (form in ("opened, dropped", "behind an opened block"))
 
 
-def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works(folder: Path) -> None:
-    tokenizer = form_tokenizer(folder, "closed")
+def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works() -> None:
+    tokenizer = form_tokenizer("closed")
     messages = [QUESTION, answer(content=THOUGHT)]
     with pytest.raises(UserError, match=r"IDLM-0214.*no room") as caught:
-        encoder_of(tokenizer).messages(messages, origin="here")
+        sample_of(tokenizer, messages)
     assert "data.thinking=strip" in caught.value.fix
-    (sample,) = encoder_of(tokenizer, thinking="strip").messages(messages, origin="here")
+    sample = sample_of(tokenizer, messages, thinking="strip")
     assert parts(tokenizer, sample)[1] == ["Yes it is" + END]
 
 
 @pytest.mark.parametrize("form", ["last thought", "opened", "opened, dropped", "dropped", "closed unless on"])
-def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folder: Path, form: str) -> None:
-    tokenizer = form_tokenizer(folder, form)
+def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(form: str) -> None:
+    tokenizer = form_tokenizer(form)
     messages = [QUESTION, answer(content="<think>\nONE\n</think>\n\nYes"), QUESTION, answer(content=THOUGHT)]
     with pytest.raises(UserError, match="IDLM-0214") as caught:
-        encoder_of(tokenizer).messages(messages, origin="here")
+        sample_of(tokenizer, messages)
     assert "data.turns=each" in caught.value.fix and "data.turns=last" in caught.value.fix
     first, second = encoder_of(tokenizer, turns="each").messages(messages, origin="here")
     assert "ONE" in tokenizer.decode(first.token_ids[first.supervised]) and not [
@@ -126,16 +126,16 @@ def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folde
     ]
     assert "WHY so" in tokenizer.decode(second.token_ids[second.supervised])
     assert "the chat template leaves out thoughts of earlier turns" in second.notes
-    (last,) = encoder_of(tokenizer, turns="last").messages([*messages, QUESTION], origin="here")
+    last = sample_of(tokenizer, [*messages, QUESTION], turns="last")
     assert last.token_ids.tolist() == second.token_ids.tolist()
     assert "turns after the last trained answer are left out" in last.notes
 
 
-def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) -> None:
+def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown() -> None:
     for form in ("dropped", "marked", "chatml"):
         output = answer(content="Yes it is", reasoning_content="Yes")
-        (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, output], origin="here")
-        tokenizer = form_tokenizer(folder, form)
+        sample = sample_of(form_tokenizer(form), [QUESTION, output])
+        tokenizer = form_tokenizer(form)
         assert parts(tokenizer, sample)[1] == ["<think>\nYes\n</think>\n\nYes it is" + END]
         is_warned = "does not support reasoning_content" in " ".join(sample.notes)
         assert is_warned == (form != "dropped")
@@ -143,11 +143,11 @@ def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) 
 
 @pytest.mark.parametrize("fields", [{"content": "Yes"}, {"content": THOUGHT}, {"tool_calls": [CALL]}])
 def test_turns_that_are_rendered_otherwise_once_they_are_answered_are_trained_as_prompted(
-    folder: Path, fields: dict[str, Any]
+    fields: dict[str, Any],
 ) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(folder / "system last", SYSTEM_LAST))
+    tokenizer = tokenizer_with(SYSTEM_LAST)
     history = [{"role": "system", "content": "Be brief."}, QUESTION]
-    (sample,) = encoder_of(tokenizer).messages([*history, answer(**fields)], origin="here")
+    sample = sample_of(tokenizer, [*history, answer(**fields)])
     prompt, (target,) = parts(tokenizer, sample)
     assert prompt == tokenizer.decode(encode_messages(tokenizer, history)) and "Be brief." in prompt
     assert target == (
@@ -155,118 +155,108 @@ def test_turns_that_are_rendered_otherwise_once_they_are_answered_are_trained_as
     )
     messages = [*history, answer(**fields), QUESTION, answer(content="No")]
     with pytest.raises(UserError, match=r"IDLM-0214") as caught:
-        encoder_of(tokenizer).messages(messages, origin="here")
+        sample_of(tokenizer, messages)
     assert "data.turns=each" in caught.value.fix
     assert len(encoder_of(tokenizer, turns="each").messages(messages, origin="here")) == 2
 
 
 @pytest.mark.parametrize("form", ["chatml", "system by default", "bos", "marked", "marked with its header"])
-def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder: Path, form: str) -> None:
-    tokenizer = form_tokenizer(folder, form)
+def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(form: str) -> None:
+    tokenizer = form_tokenizer(form)
     messages = [answer(content="Hello"), QUESTION, answer(content="b")]
     for untrained, output in (((), ["Hello", "b"]), ((0,), ["b"]), ((2,), ["Hello"])):
-        (sample,) = encoder_of(tokenizer).messages(messages, origin="here", untrained=frozenset(untrained))
+        sample = sample_of(tokenizer, messages, untrained=untrained)
         _, targets = parts(tokenizer, sample)
         assert targets == [text + END for text in output]
         assert tokenizer.decode(sample.token_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    (sample,) = encoder_of(tokenizer).messages(
-        [{"role": "system", "content": "Hi"}, answer(content="Hello")], origin="here"
-    )
+    sample = sample_of(tokenizer, [{"role": "system", "content": "Hi"}, answer(content="Hello")])
     assert parts(tokenizer, sample)[1] == ["Hello" + END]
 
 
 @pytest.mark.parametrize("marks", HEADERS_MARKED)
-def test_what_the_prompt_of_inference_ends_with_is_no_target(folder: Path, marks: str) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(folder / marks, HEADERS_MARKED[marks]))
-    (sample,) = encoder_of(tokenizer).messages(
-        [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")], origin="here"
-    )
+def test_what_the_prompt_of_inference_ends_with_is_no_target(marks: str) -> None:
+    tokenizer = tokenizer_with(HEADERS_MARKED[marks])
+    sample = sample_of(tokenizer, [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")])
     prompt, targets = parts(tokenizer, sample)
     assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION]))
     assert [target.partition(END)[0] for target in targets] == ["Yes", "No"]
 
 
-def test_a_template_that_joins_arguments_as_text_gets_them_as_json(folder: Path) -> None:
+def test_a_template_that_joins_arguments_as_text_gets_them_as_json() -> None:
     form = FORMS["calls"].replace("call.function | tojson", "call.function.name + call.function.arguments")
-    tokenizer = load_tokenizer(save_tokenizer(folder / "joins", form))
-    (sample,) = encoder_of(tokenizer).messages([QUESTION, answer(tool_calls=[CALL])], origin="here")
+    tokenizer = tokenizer_with(form)
+    sample = sample_of(tokenizer, [QUESTION, answer(tool_calls=[CALL])])
     assert parts(tokenizer, sample)[1] == ['zone{"city": "Rome"}' + END]
 
 
-def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone(folder: Path) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(folder / "behind users", OPENS_AFTER_USERS))
+def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone() -> None:
+    tokenizer = tokenizer_with(OPENS_AFTER_USERS)
     for turns in ([{"role": "system", "content": "Hi"}], [QUESTION]):
-        (sample,) = encoder_of(tokenizer).messages([*turns, answer(content="Hello")], origin="here")
+        sample = sample_of(tokenizer, [*turns, answer(content="Hello")])
         assert parts(tokenizer, sample)[1] == ["Hello" + END]
 
 
 @pytest.mark.parametrize("content", [THOUGHT, "WHY so\n</think>\n\nYes it is"])
-def test_a_switch_of_another_name_lets_an_answer_think(folder: Path, content: str) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(folder / "switch", THINKING_SWITCH))
+def test_a_switch_of_another_name_lets_an_answer_think(content: str) -> None:
+    tokenizer = tokenizer_with(THINKING_SWITCH)
     for thinking, is_on, output in (
         ("keep", True, "\nWHY so\n</think>\n\nYes it is"),
         ("off", False, "Yes it is"),
     ):
         output = output.removeprefix("" if content == THOUGHT else "\n")
-        (sample,) = encoder_of(tokenizer, thinking=thinking).messages(
-            [QUESTION, answer(content=content)], origin="here"
-        )
+        sample = sample_of(tokenizer, [QUESTION, answer(content=content)], thinking=thinking)
         prompt, targets = parts(tokenizer, sample)
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], enable_thinking=is_on))
         assert prompt.endswith("<think>" if is_on else "</think>") and targets == [output + END]
 
 
-def test_a_conversation_ends_once_where_the_template_closes_it_and_its_last_turn(folder: Path) -> None:
-    tokenizer = form_tokenizer(folder, "second end")
+def test_a_conversation_ends_once_where_the_template_closes_it_and_its_last_turn() -> None:
+    tokenizer = form_tokenizer("second end")
     messages = [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")]
-    (sample,) = encoder_of(tokenizer).messages(messages, origin="here")
+    sample = sample_of(tokenizer, messages)
     assert parts(tokenizer, sample)[1] == ["Yes" + END, "No" + END]
     template = FORMS["second end"].replace("'<|im_end|>\\n'", "'\\n'")
-    only_eos = load_tokenizer(save_tokenizer(folder / "one end", template))
-    (sample,) = encoder_of(only_eos).messages(messages[:2], origin="here")
+    only_eos = tokenizer_with(template)
+    sample = sample_of(only_eos, messages[:2])
     assert parts(only_eos, sample)[1] == ["Yes\n" + END]
 
 
-def test_a_thought_follows_what_the_template_writes_before_an_answer(folder: Path) -> None:
+def test_a_thought_follows_what_the_template_writes_before_an_answer() -> None:
     template = FORMS["chatml"].partition("{%- if add_generation")[0]
-    tokenizer = load_tokenizer(save_tokenizer(folder / "no opener", template))
-    (sample,) = encoder_of(tokenizer).messages(
-        [QUESTION, answer(content="Yes it is", reasoning_content="WHY so")], origin="here"
-    )
+    tokenizer = tokenizer_with(template)
+    sample = sample_of(tokenizer, [QUESTION, answer(content="Yes it is", reasoning_content="WHY so")])
     assert parts(tokenizer, sample)[1] == ["<|im_start|>assistant\n" + THOUGHT + END]
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
-def test_a_turn_that_the_template_leaves_out_is_refused_by_name_or_counted(folder: Path, role: str) -> None:
-    tokenizer = form_tokenizer(folder, "two roles")
+def test_a_turn_that_the_template_leaves_out_is_refused_by_name_or_counted(role: str) -> None:
+    tokenizer = form_tokenizer("two roles")
     for text in ("a", "SECRET", "a text that is long enough to be told from any other"):
         messages = [{"role": role, "content": text}, QUESTION, answer(content="a")]
         with pytest.raises(
             UserError, match=rf"IDLM-0225.*here.*content of the {role} turn at message 0"
         ) as caught:
-            encoder_of(tokenizer).messages(messages, origin="here")
+            sample_of(tokenizer, messages)
         assert "data.left_out=accept" in caught.value.fix
-        (sample,) = encoder_of(tokenizer, left_out="accept").messages(messages, origin="here")
+        sample = sample_of(tokenizer, messages, left_out="accept")
         assert sample.notes == (f"the chat template leaves out content of {role} turns",)
 
 
-def test_an_equal_turn_does_not_hide_one_that_is_left_out(folder: Path) -> None:
+def test_an_equal_turn_does_not_hide_one_that_is_left_out() -> None:
     form = FORMS["chatml"].replace(
         "{{- '<|im_start|>' + m.role", "{%- if m.role != 'system' or loop.first %}{{- '<|im_start|>' + m.role"
     )
     form = form.replace("{%- endfor %}", "{%- endif %}{%- endfor %}")
-    tokenizer = load_tokenizer(save_tokenizer(folder / "first system", form))
+    tokenizer = tokenizer_with(form)
     for text in ("same", "a text that is long enough to be told from any other"):
         shown = {"role": "system", "content": text}
         with pytest.raises(UserError, match=r"IDLM-0225.*content of the system turn at message 2"):
-            encoder_of(tokenizer).messages(
-                [shown, QUESTION, shown, QUESTION, answer(content="a")], origin="here"
-            )
+            sample_of(tokenizer, [shown, QUESTION, shown, QUESTION, answer(content="a")])
 
 
-def test_developers_are_the_system_of_a_template_that_does_not_know_them(folder: Path) -> None:
+def test_developers_are_the_system_of_a_template_that_does_not_know_them() -> None:
     turns = [[{"role": role, "content": "Be brief."}, QUESTION] for role in ("developer", "system")]
-    tokenizer = form_tokenizer(folder, "chatml")
+    tokenizer = copy.copy(form_tokenizer("chatml"))
     encoded = [encode_messages(tokenizer, messages) for messages in turns]
     assert encoded[0] == encoded[1]
     tokenizer.chat_template = FORMS["chatml"] + "{# developer #}"
@@ -287,27 +277,23 @@ TOOL = {"name": "zone", "description": "Looks up a time zone", "parameters": {"p
         ),
     ],
 )
-def test_every_part_of_an_answer_is_looked_for(folder: Path, fields: dict[str, Any], lost: str) -> None:
+def test_every_part_of_an_answer_is_looked_for(fields: dict[str, Any], lost: str) -> None:
     messages = [QUESTION, answer(**fields)]
     for form in ("last thought", "dropped"):
         with pytest.raises(UserError, match=f"IDLM-0225.*{lost}"):
-            encoder_of(form_tokenizer(folder, form)).messages(messages, origin="here")
-    tokenizer = form_tokenizer(folder, "calls")
-    (sample,) = encoder_of(tokenizer).messages(messages, origin="here", tools=[{"function": TOOL}])
+            sample_of(form_tokenizer(form), messages)
+    tokenizer = form_tokenizer("calls")
+    sample = sample_of(tokenizer, messages, tools=[{"function": TOOL}])
     assert sample.notes == ()
-    named = load_tokenizer(
-        save_tokenizer(folder / "names", FORMS["calls"].replace("function |", "function.name |"))
-    )
+    named = tokenizer_with(FORMS["calls"].replace("function |", "function.name |"))
     if "tool_calls" in fields:
         with pytest.raises(UserError, match="IDLM-0225.*tool_calls"):
-            encoder_of(named).messages(messages, origin="here")
+            sample_of(named, messages)
     with pytest.raises(UserError, match=r"IDLM-0225.*the tools.*zone"):
-        encoder_of(form_tokenizer(folder, "chatml")).messages(
-            [QUESTION, answer(content="zone")], origin="here", tools=[{"function": TOOL}]
-        )
+        sample_of(form_tokenizer("chatml"), [QUESTION, answer(content="zone")], tools=[{"function": TOOL}])
 
 
-def test_white_space_and_escapes_are_no_losses(folder: Path) -> None:
+def test_white_space_and_escapes_are_no_losses() -> None:
     quoted = 'a "quoted"\n text, \\ and é <b> '
     messages = [
         {"role": "system", "content": "  two \n lines that a template may trim  "},
@@ -319,13 +305,13 @@ def test_white_space_and_escapes_are_no_losses(folder: Path) -> None:
     form = FORMS["calls"].replace(
         "+ m.content }}", "+ (m.content | trim if m.role != 'tool' else m.content | tojson) }}"
     )
-    tokenizer = load_tokenizer(save_tokenizer(folder / "trimming", form))
-    (sample,) = encoder_of(tokenizer).messages(messages, origin="here")
+    tokenizer = tokenizer_with(form)
+    sample = sample_of(tokenizer, messages)
     assert sample.notes == () and sample.num_targets
 
 
-def test_calls_that_are_left_out_do_not_teach_empty_answers(folder: Path) -> None:
-    tokenizer = form_tokenizer(folder, "chatml")
+def test_calls_that_are_left_out_do_not_teach_empty_answers() -> None:
+    tokenizer = form_tokenizer("chatml")
     call, shown = answer(tool_calls=[CALL]), answer(role="tool", content="Noon")
     messages = [QUESTION, call, shown, answer(content="It is noon"), QUESTION, call, shown]
     for turns in ("all", "last", "each"):
@@ -336,10 +322,10 @@ def test_calls_that_are_left_out_do_not_teach_empty_answers(folder: Path) -> Non
         with pytest.raises(UserError, match="IDLM-0204.*calls alone"):
             encoder.messages(messages[:2], origin="here")
     spoken = [QUESTION, answer(content="I look", tool_calls=[CALL])]
-    (sample,) = encoder_of(tokenizer, left_out="accept").messages(spoken, origin="here")
+    sample = sample_of(tokenizer, spoken, left_out="accept")
     assert parts(tokenizer, sample)[1] == ["I look" + END]
-    knows_calls = form_tokenizer(folder, "calls")
-    (sample,) = encoder_of(knows_calls, left_out="accept").messages(messages[:2], origin="here")
+    knows_calls = form_tokenizer("calls")
+    sample = sample_of(knows_calls, messages[:2], left_out="accept")
     assert "zone" in parts(knows_calls, sample)[1][0]
 
 
@@ -373,9 +359,9 @@ def test_only_a_leading_thought_with_an_end_is_removed() -> None:
     ],
 )
 def test_a_form_of_chats_loses_the_same_kinds_whatever_they_say(
-    folder: Path, form: str, messages: list[dict[str, Any]], lost: list[str]
+    form: str, messages: list[dict[str, Any]], lost: list[str]
 ) -> None:
-    tokenizer, known, drawn = form_tokenizer(folder, form), dict[int, list[str]](), []
+    tokenizer, known, drawn = form_tokenizer(form), dict[int, list[str]](), []
 
     def redraw(changed: Any, tools: Any) -> str:
         drawn.append(changed)

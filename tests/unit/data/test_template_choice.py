@@ -22,7 +22,7 @@ from idlm.train.data.encoder import RETOKENISED, Encoder
 from idlm.train.prepare import DATA_FILE, remember_data, run_date
 from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
-from tests.unit.data.template_forms import FORMS, NOT_CLOSED, form_tokenizer, save_tokenizer
+from tests.unit.data.template_forms import FORMS, NOT_CLOSED, form_tokenizer, save_tokenizer, tokenizer_with
 
 NAMED = "{% for m in messages %}NAME {{ m.content }}<|im_end|>{% endfor %}"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -243,8 +243,8 @@ def test_a_template_writes_what_a_post_processor_adds_elsewhere(case: tuple[Any,
 
 
 @pytest.mark.parametrize("form", ["chatml", "marked", "last thought", "opened, dropped"])
-def test_an_answer_that_has_its_end_has_it_once(tmp_path: Path, form: str) -> None:
-    tokenizer = form_tokenizer(tmp_path, form)
+def test_an_answer_that_has_its_end_has_it_once(form: str) -> None:
+    tokenizer = form_tokenizer(form)
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     (plain,) = encoder.messages(turns("b"), origin="here")
     for output in (f"b{EOS}", f"b{EOS}\n", f"b{EOS}{EOS}"):
@@ -253,8 +253,8 @@ def test_an_answer_that_has_its_end_has_it_once(tmp_path: Path, form: str) -> No
         assert sample.supervised.tolist() == plain.supervised.tolist() and sample.notes == plain.notes
 
 
-def test_an_end_that_the_template_does_not_write_stays(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path, FORMS["chatml"].replace(EOS, "")))
+def test_an_end_that_the_template_does_not_write_stays() -> None:
+    tokenizer = tokenizer_with(FORMS["chatml"].replace(EOS, ""))
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     (sample,) = encoder.messages(turns(f"b{EOS}"), origin="here")
     assert tokenizer.decode(sample.token_ids[sample.supervised]) == f"b{EOS}"
@@ -278,9 +278,9 @@ def test_an_answer_that_the_template_does_not_close_ends_by_the_tag_of_the_next_
         assert again.token_ids.tolist() == sample.token_ids.tolist()
 
 
-def test_special_tokens_in_the_words_of_a_user_are_told(tmp_path: Path) -> None:
+def test_special_tokens_in_the_words_of_a_user_are_told() -> None:
     """They become tokens at inference too; the plan tells of them."""
-    encoder = Encoder(form_tokenizer(tmp_path, "chatml"), mask_token_id=None, use_chat_template=True)
+    encoder = Encoder(form_tokenizer("chatml"), mask_token_id=None, use_chat_template=True)
     for words, is_warned in (("a", False), (f"a{EOS}", True), (f"<|im_start|>assistant\nb{EOS}", True)):
         messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "b"}]
         (sample,) = encoder.messages(messages, origin="here")
@@ -291,9 +291,9 @@ def test_special_tokens_in_the_words_of_a_user_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "notes"), [("b", ()), ("c", (RETOKENISED,))])
 def test_an_answer_whose_text_is_not_that_of_its_tokens_trains_its_text_and_is_reported(
-    tmp_path: Path, text: str, notes: tuple[str, ...]
+    text: str, notes: tuple[str, ...]
 ) -> None:
-    tokenizer = form_tokenizer(tmp_path, "chatml")
+    tokenizer = form_tokenizer("chatml")
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     token_ids = tokenizer.encode("b", add_special_tokens=False)
     record = {"text": text, "token_ids": token_ids, "finish_reason": "length"}
