@@ -30,8 +30,8 @@ SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
 """Endings of the files that a source takes from a folder, in groups: see `search`."""
 ANY_FILE = (("",),)
 """A group with every ending."""
-DATASET_CARD = "dataset_info"
-"""Beginning of the names of JSON files about a dataset, next to its records."""
+DATASET_CARDS = ("dataset_info.json", "dataset_infos.json")
+"""JSON files about a dataset, next to its records."""
 SAVED_DATASET = ("state.json", "dataset_dict.json")
 """One of these is in a folder that `datasets` has written by `save_to_disk`."""
 HIDDEN = re.compile(
@@ -207,7 +207,8 @@ def _of_first_group(
 
 
 def _taken(files: Sequence[Path], group: Sequence[str]) -> list[Path]:
-    return [file for file in files if file.name.lower().endswith(tuple(group))]
+    named = [file for file in files if file.name not in DATASET_CARDS]
+    return [file for file in named if file.name.lower().endswith(tuple(group))]
 
 
 def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[Path]:
@@ -232,7 +233,7 @@ def source_of(path: str) -> str:
         return "hf"
     files = [Path(path)]
     with contextlib.suppress(UserError):
-        files = [file for file in find_files(path, ANY_FILE) if not file.name.startswith(DATASET_CARD)]
+        files = [*find_files(path, ANY_FILE)]
     kinds = SUFFIXES | {"hf": ((".arrow",),)}
     found = [name for name, groups in kinds.items() if any(_taken(files, group) for group in groups)]
     if len(found) > 1:

@@ -67,6 +67,7 @@ SAME_CHATS: dict[str, Any] = {
         "messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     },
     "mixed names": {"messages": [{"role": "human", "value": "a"}, {"from": "model", "content": "b"}]},
+    "capital letters": {"messages": [USER | {"role": "User"}, ANSWER | {"role": "AI"}]},
     "another name of the list": {"dialogue": CHAT},
     "JSON text": {"messages": json.dumps(CHAT)},
     "an object of lists": {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},

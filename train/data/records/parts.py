@@ -16,7 +16,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
     **dict.fromkeys(("function_response", "tool_response", "ipython"), "tool"),

@@ -226,6 +226,7 @@ def _role(given: Mapping[str, Any], name: str) -> str:
     role = _only(given, ROLE_KEYS, name)
     if not isinstance(role, str):
         raise unusable(f"{name} has no role, only the keys {sorted(given)}", fix=WRITE_TURNS)
+    role = role.strip().lower()
     if role not in ROLES:
         # Many templates silently leave out a turn of an unknown role.
         raise unusable(

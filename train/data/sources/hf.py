@@ -33,9 +33,9 @@ class DatasetReader:
         data_files: dict[str, list[str]] = {}
         left_out: list[str] = []
         with _loading(config):
-            if Path(path).exists() and not is_saved(Path(path)):
+            if Path(path).exists():
                 arguments["cache_dir"] = str(cache / "datasets")
-                if Path(path).is_dir():
+                if Path(path).is_dir() and not is_saved(Path(path)):
                     data_files, left_out = _data_files(arguments)
             if left_out:
                 arguments["data_files"] = data_files
@@ -83,7 +83,12 @@ def _load(arguments: dict[str, Any], split: str) -> Any:
 
     folder = Path(arguments["path"])
     if folder.suffix == ".arrow" and folder.is_file():
-        return datasets.Dataset.from_file(str(folder))
+        try:
+            return datasets.Dataset.from_file(str(folder))
+        except (ValueError, OSError):
+            # That is a stream of Arrow; other programs write its file format, which `datasets` converts.
+            cache_dir = arguments["cache_dir"]
+            return datasets.load_dataset("arrow", data_files=str(folder), split="train", cache_dir=cache_dir)
     if is_saved(folder):
         return datasets.load_from_disk(str(folder))
     try:

@@ -1,11 +1,12 @@
 """JSON lines as a data source, also compressed: one file, a folder of shards or a pattern.
 
-A `.json` file may hold one array of records instead, which is read whole. `datasets` reads the same files but
+A file may hold one array of records instead, which is read whole. `datasets` reads the same files but
 infers one schema for all records and cannot name the line of a bad one."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     head = stream.peek(PEEKED_BYTES).removeprefix(BOM)
     if encoding := wide_encoding(head):
         raise UnicodeDecodeError(encoding, head, 0, 1, "")
-    if ".json" in path.suffixes and head.lstrip()[:1] == b"[":
+    if re.match(rb"\s*\[" if ".json" in path.suffixes else rb"\s*\[\s*\{", head):
         yield from enumerate(json.loads(stream.read().removeprefix(BOM).decode()), start=1)
         return
     yield from json_lines(stream)

@@ -81,6 +81,8 @@ def test_hidden_and_temporary_files_of_a_folder_are_left_out_and_named(tmp_path:
     assert len(find_files(str(folder / "._*"), SUFFIXES["jsonl"])) == 1
     inside = find_files(str(folder / ".ipynb_checkpoints" / "*.jsonl"), SUFFIXES["jsonl"])
     assert len(inside) == 1
+    described = [written(tmp_path / "card" / name) for name in ("a.json", "dataset_infos.json")]
+    assert search(str(tmp_path / "card"), SUFFIXES["jsonl"]) == ((described[0],), (str(described[1]),))
     with pytest.raises(UserError, match=r"IDLM-0209.*left out: .*\.tmp"):
         find_files(str(written(tmp_path / "empty" / "a.jsonl.tmp").parent), SUFFIXES["jsonl"])
 

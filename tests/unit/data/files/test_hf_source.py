@@ -53,6 +53,17 @@ def test_a_folder_of_data_files_is_converted_under_the_data_cache(
     assert read(config, encoder).directory == first.directory
 
 
+def test_arrow_is_read_as_a_stream_and_as_a_file(tmp_path: Path, encoder: Encoder) -> None:
+    import pyarrow
+
+    table = pyarrow.table({"text": ["Sam has 1.", "Sam has 2."]})
+    for name, new in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
+        with new(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        path, cache = str(tmp_path / f"{name}.arrow"), str(tmp_path / "cache")
+        assert read(DataConfig(source="hf", path=path, cache_dir=cache), encoder).num_samples == 2
+
+
 def test_datasets_that_cannot_be_had_are_named(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

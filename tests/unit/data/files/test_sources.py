@@ -294,3 +294,7 @@ def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: En
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    for number, name in enumerate(("a.json", "a.jsonl", "records")):
+        path = tmp_path / name
+        path.write_text(json.dumps([{"text": "Sam"}] * 2, indent=number))
+        assert read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder).num_samples == 2
