@@ -17,33 +17,56 @@ from math_verify import parse, verify
 
 MEMORY = 4 << 30
 WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+")
-SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,;:!> ]|~|\s)+(?=\d{3}(?!\d))")
+SPACE = re.compile(r"(?<!\\)(?:\\[,;:> ]|~)")
+SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\!|\s)+(?=\d{3}(?!\d))")
+MIXED_NUMBER = re.compile(r"(?<![\w.,/^])(\d+)\s+(\d+)/(\d+)(?![\d.])")
+EXPONENT = re.compile(r"(?<![\w\\{])(\d+\.?\d*)[eE]([+-]?\d+)(?![\w.])")
 NUMBER_AS_TEXT = re.compile(
     r"\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}"
 )
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
-UNIT = re.compile(r"(?<=[\d}])\s+([A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+)$")
+UNIT = re.compile(
+    r"(?<=[\d}])(?:\s+(?:[A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+|(?:[cdkm]?m|ft|in|mi)\^\{?[23]\}?)"
+    r"|\s*/\s*[A-Za-z]{3,})$"
+)
+DEGREES = re.compile(r"\s*(?:°|\^\s*\{?\\circ\}?)\s*[CF]?$")
+STYLE = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 SUBSCRIPT = re.compile(r"\d\s*_\s*\{?\s*(\w+)")
 ROOT = re.compile(r"(\\sqrt\s*\[[^\]]*\])\s*(\w)")
-SIGNS = str.maketrans({"€": "", "£": "", "¥": "", "°": "^\\circ"})
+SIGNS = str.maketrans(
+    {**dict.fromkeys("€£¥₹", ""), "°": r"^\circ", "²": "^2", "³": "^3", "–": "-", "·": r"\cdot "}
+    | {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34"}
+)
 
 
 def expressions(answer: str) -> list[Any]:
     """Expressions that math-verify parses from an answer. Rewritten first: a text of words (no product of
-    letters), the unit of a number, spaces that group digits, and a percent sign inside the formula."""
-    text = re.sub(r"(?<!\\)\\ |(?<!\\)~", " ", answer.strip().removesuffix(".")).translate(SIGNS)
-    text = ROOT.sub(r"\1{\2}", SPACE_IN_NUMBER.sub("", text)).replace(r"\varnothing", r"\emptyset")
+    letters), the unit of a number, spaces that group digits, numbers as 3e5 and 1 1/2, signs of Unicode, and
+    a percent sign inside the formula."""
+    text = DEGREES.sub(r"^\\circ", answer.strip("*` \n").rstrip(" .,;\\")).translate(SIGNS)
+    text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", SPACE_IN_NUMBER.sub("", SPACE.sub(" ", text)))
+    text = EXPONENT.sub(r"\1\\times 10^{\2}", ROOT.sub(r"\1{\2}", text)).replace(r"\varnothing", r"\emptyset")
     if number := NUMBER_AS_TEXT.fullmatch(text):
         text = number[1]
     if WORDS.fullmatch(text):
         text = rf"\text{{{text}}}"
     text, is_percent = PERCENT.subn("", text)
-    text = UNIT.sub(r"\\text{ \1}", text)
+    text = UNIT.sub(lambda unit: rf"\text{{ {unit[0].strip()}}}", text)
     return list(parse(f"${text}$%" if is_percent else rf"\boxed{{{text}}}"))
 
 
+def words(answer: str) -> str:
+    """An answer without commands of style, dollars, full stops, capitals of plain words, and spaces but those
+    between digits."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\d)", "", SPACE.sub(" ", STYLE.sub(r"\1", answer)))
+    return text if "\\" in text else text.lower()
+
+
 def are_equal(given: str, expected: str) -> bool:
-    """Whether math-verify calls them equal; numbers of different bases (`101_2`) are not."""
+    """Whether they have the same words, or math-verify calls them equal; numbers of different bases (`101_2`)
+    are not."""
+    if words(given) == words(expected):
+        return bool(words(given))
     bases = [SUBSCRIPT.findall(each) for each in (given, expected)]
     if all(bases) and bases[0] != bases[1]:
         return False
