@@ -56,10 +56,10 @@ def expressions(answer: str) -> list[Any]:
 
 
 def words(answer: str) -> str:
-    """An answer without commands of style, dollars, full stops, capitals of plain words, and spaces but those
-    between digits."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\d)", "", SPACE.sub(" ", STYLE.sub(r"\1", answer)))
-    return text if "\\" in text else text.lower()
+    """An answer in small letters without commands of style, dollars, full stops, and spaces but those between
+    digits."""
+    plain = SPACE.sub(" ", STYLE.sub(r"\1", answer)).lower()
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\d)", "", plain)
 
 
 def are_equal(given: str, expected: str) -> bool:
