@@ -86,18 +86,11 @@ def _yaml_content(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
-class _Writer(yaml.SafeDumper):
-    """Puts text such as 1e-5, which `_yaml_content` would read as a number, in quotes."""
-
-
-_Writer.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]*[0-9][0-9._]*[eE][-+]?[0-9]+"), list("-+.0123456789")
-)
-
-
 def yaml_text(values: dict[str, Any]) -> str:
     """Return plain data as YAML, which `config=FILE` reads as the same values."""
-    return yaml.dump(values, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=float("inf"))
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:
