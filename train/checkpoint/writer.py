@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -274,18 +274,13 @@ def _copy_of(tensor: Tensor, copies: dict[tuple[str, int], Tensor]) -> Tensor:
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may still take, and all of them: of the machine, and of its
     container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    free = 1024 * _figures(meminfo)["MemAvailable:"] if meminfo.is_file() else total
+    memory, group = psutil.virtual_memory(), Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = _figures(group / "memory.stat")
+        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         # No container, or one without a limit.
-        return free, total
+        return memory.available, memory.total
     # The kernel gives cached files up for a process that needs memory.
-    return min(free, limit - used + cached["inactive_file"] + cached["active_file"]), min(total, limit)
-
-
-def _figures(path: Path) -> dict[str, int]:
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+    used -= int(held["inactive_file"]) + int(held["active_file"])
+    return min(memory.available, limit - used), min(memory.total, limit)

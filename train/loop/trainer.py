@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
@@ -45,7 +45,8 @@ TIME_UP, SAVE_FAILED = 1, 1000
 """What ranks agree on next to numbers of signals, the least urgent first: no signal that is heard is 1."""
 EXIT_SECONDS = 15.0
 """Between the end of a save and the end of the process."""
-IMPORTED_AT = time.monotonic()
+STARTED_AT = time.monotonic() - time.time() + psutil.Process().create_time()
+"""When this process was started, on the monotonic clock."""
 
 
 class IdlmTrainer(SavingTrainer):
@@ -316,10 +317,4 @@ class PrepareSaves(TrainerCallback):
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process started; where that is unknown, since this file was imported."""
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return time.monotonic() - IMPORTED_AT
+    return time.monotonic() - STARTED_AT

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
 from torch import distributed as dist
 from torch.distributed import TCPStore
 from transformers import TrainerCallback, TrainerState
@@ -297,11 +298,8 @@ def _host() -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone or a zombie; False on systems that do not show it."""
+    """Whether the process is gone or a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except FileNotFoundError:
-        return os.path.exists("/proc/self/stat")
-    except OSError:
-        return False
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error as error:
+        return isinstance(error, psutil.NoSuchProcess)

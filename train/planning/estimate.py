@@ -5,11 +5,10 @@ The rates of GPUs are assumptions, and the dry run calls them so."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from idlm.devices import is_out_of_memory
@@ -204,7 +203,9 @@ def explain_out_of_memory(
     if not is_out_of_memory(error):
         return
     is_gpu = isinstance(error, torch.OutOfMemoryError)
-    where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", _host_figures())
+    resident, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+    host = f"{resident / GIB:.1f} GiB resident of {total / GIB:.1f} GiB"
+    where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", host)
     num_trained = num_trained_parameters(model)
     num_frozen = num_parameters(model) - num_trained
     states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
@@ -236,10 +237,3 @@ def _gpu_figures() -> str:
         f"{torch.cuda.memory_reserved() / GIB:.1f} GiB reserved, {free / GIB:.1f} of {total / GIB:.1f} GiB "
         "free"
     )
-
-
-def _host_figures() -> str:
-    page = os.sysconf("SC_PAGE_SIZE")
-    statm = Path("/proc/self/statm")
-    resident = int(statm.read_text().split()[1]) * page if statm.exists() else 0
-    return f"{resident / GIB:.1f} GiB resident of {os.sysconf('SC_PHYS_PAGES') * page / GIB:.1f} GiB"
