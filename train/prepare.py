@@ -36,14 +36,13 @@ from idlm.train.model.checks import (
     check_model,
     grow_vocabulary,
     mask_token,
-    mask_token_text,
     noise_range,
     noise_text,
     num_padded_rows,
     num_vocabulary_rows,
     prepare_mask_row,
 )
-from idlm.train.model.gated_lora import add_adapter, choose_mask
+from idlm.train.model.gated_lora import add_adapter, trained_row
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -213,16 +212,14 @@ def prepare_mask(
     num_rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
     if config.train.draft_input == "uniform":
         return None, None, noise_text(noise_range(tokenizer, num_rows, config.train.noise_range))
-    text = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
+    mask = mask_token(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
     if config.adapter is not None:
-        mask_token_id, mask_row_D = choose_mask(model, tokenizer, explicit)
-        require_row(config, mask_token_id, num_rows)
-        return mask_token_id, mask_row_D, text
-    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
-    if not has_row:
-        grow_vocabulary(model, mask_token_id)
-    prepare_mask_row(model, mask_token_id)
-    return mask_token_id, None, text
+        require_row(config, mask.token_id, num_rows)
+        return mask.token_id, trained_row(model, mask), mask.text
+    if not mask.has_row:
+        grow_vocabulary(model, mask.token_id)
+    prepare_mask_row(model, mask.token_id)
+    return mask.token_id, None, mask.text
 
 
 def prepare_adapter(

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,20 +56,41 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
     return whole_shape(model.get_input_embeddings().weight)[0]
 
 
-def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
-    """(mask token id, whether the embedding of `num_rows` rows has a row for it): `explicit`, else the
-    tokenizer's own, else the first spare row, else the first of `unused_token_ids`, else that of the first
-    row to add. UserError IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token in text)."""
-    own = tokenizer.mask_token_id
-    for mask_token_id, source in ((explicit, "the given mask_token_id"), (own, "the tokenizer's mask token")):
-        if mask_token_id is not None:
-            _check_mask_token_id(tokenizer, num_rows, mask_token_id, source=source)
-            return int(mask_token_id), True
-    first_spare = num_token_ids(tokenizer)
+class MaskToken(NamedTuple):
+    """`has_row`: the embedding has a row for it; `text`: which token it is, and why."""
+
+    token_id: int
+    has_row: bool
+    text: str
+
+
+def mask_token(
+    tokenizer: Any, num_rows: int, explicit: int | None, *, has_adapter: bool = False
+) -> MaskToken:
+    """Return the mask token for an embedding of `num_rows` rows: `explicit`, else the tokenizer's own, else
+    the first spare row, else the first of `unused_token_ids`, else that of the first row to add. UserError
+    IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token in text)."""
+    own, spare = tokenizer.mask_token_id, num_token_ids(tokenizer)
+    given = own if explicit is None else explicit
+    if given is not None:
+        source = "the tokenizer's mask token" if explicit is None else "the given mask_token_id"
+        _check_mask_token_id(tokenizer, num_rows, given, source=source)
+        token = tokenizer.convert_ids_to_tokens(given)
+        why = f"the tokenizer's mask token {token!r}"
+        if explicit is not None:
+            why = f"model.mask_token_id, {'a spare row' if token is None else repr(token)}"
+        return MaskToken(int(given), True, f"mask token {given}: {why}")
+    if spare < num_rows:
+        return MaskToken(spare, True, f"mask token {spare}: the first spare row after the tokenizer's ids")
     unused = [token_id for token_id in unused_token_ids(tokenizer) if token_id < num_rows]
-    if first_spare < num_rows or not unused:
-        return first_spare, first_spare < num_rows
-    return unused[0], True
+    if unused:
+        token = tokenizer.convert_ids_to_tokens(unused[0])
+        why = f"no row is spare, so the unused special token {token!r} becomes the mask; "
+        return MaskToken(unused[0], True, f"mask token {unused[0]}: {why}model.mask_token_id chooses another")
+    how = f"{num_padded_rows(spare) - num_rows} rows are added, which start"
+    how = "the adapter gets an embedding, which starts" if has_adapter else how
+    why = f"no row is spare and no special token unused, so {how} at the mean"
+    return MaskToken(spare, False, f"mask token {spare}: {why}")
 
 
 def noise_range(tokenizer: Any, num_rows: int, given: Sequence[int]) -> tuple[int, int]:
@@ -123,31 +144,6 @@ def _check_mask_token_id(tokenizer: Any, num_rows: int, mask_token_id: int, *, s
             f"{source} is {mask_token_id}, the id of {token!r}, which {what}",
             fix="give the id of an unused special token or of a row after the tokenizer's last id",
         )
-
-
-def mask_token_text(tokenizer: Any, num_rows: int, explicit: int | None, *, has_adapter: bool) -> str:
-    """Which token `mask_token` chooses for an embedding of `num_rows` rows, and why."""
-    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
-    text = f"mask token {mask_token_id}"
-    if not has_row:
-        added = num_padded_rows(mask_token_id) - num_rows
-        how = (
-            "the adapter gets an embedding, which starts"
-            if has_adapter
-            else f"{added} rows are added, which start"
-        )
-        return f"{text}: no row is spare and no special token unused, so {how} at the mean"
-    token = tokenizer.convert_ids_to_tokens(mask_token_id)
-    if explicit is not None:
-        return f"{text}: model.mask_token_id, {'a spare row' if token is None else repr(token)}"
-    if mask_token_id == tokenizer.mask_token_id:
-        return f"{text}: the tokenizer's mask token {token!r}"
-    if token is None:
-        return f"{text}: the first spare row after the tokenizer's ids"
-    return (
-        f"{text}: no row is spare, so the unused special token {token!r} becomes the mask; "
-        "model.mask_token_id chooses another"
-    )
 
 
 def num_padded_rows(mask_token_id: int) -> int:

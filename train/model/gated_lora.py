@@ -22,7 +22,7 @@ from torch.nn import functional
 from idlm.errors import UserError
 from idlm.lora import MASK_ROW, AdapterSpec, tensor_name
 from idlm.train.distributed.deepspeed import gathered, num_elements
-from idlm.train.model.checks import is_usable, mask_token, mean_of_others
+from idlm.train.model.checks import MaskToken, is_usable, mean_of_others
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,15 +165,14 @@ def gate_of(model: nn.Module) -> Gate | None:
 
 
 @torch.no_grad()
-def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) -> tuple[int, Tensor | None]:
-    """(mask token id, start of a trained embedding [D] or None) for an adapter; `model` stays as it is. A row
-    that is missing, zero or not finite is replaced by a vector of the adapter that starts at the mean."""
+def trained_row(model: PreTrainedModel, mask: MaskToken) -> Tensor | None:
+    """The start of an embedding [D] that an adapter trains for the mask, at the mean, where the row of the
+    base is missing, zero or not finite; else None. `model` stays as it is."""
     rows_VD = model.get_input_embeddings().weight
     with gathered([rows_VD]):
-        mask_token_id, has_row = mask_token(tokenizer, len(rows_VD), explicit)
-        if has_row and is_usable(rows_VD[mask_token_id]):
-            return mask_token_id, None
-        return mask_token_id, mean_of_others(rows_VD, mask_token_id)
+        if mask.has_row and is_usable(rows_VD[mask.token_id]):
+            return None
+        return mean_of_others(rows_VD, mask.token_id)
 
 
 def is_trained(name: str) -> bool:

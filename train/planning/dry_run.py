@@ -30,7 +30,7 @@ from idlm.train.data.checks import held_out_text, inspect_data, run_warnings
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
-from idlm.train.model.checks import mask_token, mask_token_text, noise_range, noise_text, num_vocabulary_rows
+from idlm.train.model.checks import mask_token, noise_range, noise_text, num_vocabulary_rows
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -227,22 +227,18 @@ def mask_choice(
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
     if config.train.draft_input == "uniform":
         return None, None, [noise_text(noise_range(tokenizer, num_rows, config.train.noise_range))]
-    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
-    why = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
-    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows", why]
-    trained_D = torch.empty(rows_VD.shape[1], device="meta") if config.adapter is not None else None
-    if not has_row:
-        return mask_token_id, trained_D, lines
-    if config.model.path is not None:
+    mask = mask_token(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
+    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows", mask.text]
+    norm, is_usable = None, mask.has_row
+    if mask.has_row and config.model.path is not None:
         name = next(name for name, value in model.named_parameters() if value is rows_VD)
-        norm = embedding_norm(Path(config.model.path), name, mask_token_id)
-        if norm is not None:
-            is_usable = 0 < norm < float("inf")
-            use = "kept" if is_usable else "replaced by the mean embedding"
-            lines.append(f"norm of its embedding {norm:.3g}: {use}")
-            if not is_usable:
-                return mask_token_id, trained_D, lines
-    return mask_token_id, None, lines
+        norm = embedding_norm(Path(config.model.path), name, mask.token_id)
+    if norm is not None:
+        is_usable = 0 < norm < float("inf")
+        use = "kept" if is_usable else "replaced by the mean embedding"
+        lines.append(f"norm of its embedding {norm:.3g}: {use}")
+    trains = config.adapter is not None and not is_usable
+    return mask.token_id, torch.empty(rows_VD.shape[1], device="meta") if trains else None, lines
 
 
 def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:

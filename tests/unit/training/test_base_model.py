@@ -19,7 +19,7 @@ from idlm.text.tokenizer import load_tokenizer, num_token_ids
 from idlm.train.config.schema import AdapterConfig, ExportConfig, ModelConfig, TrainConfig
 from idlm.train.model import attention as attention_module
 from idlm.train.model import checks as model_module
-from idlm.train.model.checks import check_model, grow_vocabulary, mask_token, mask_token_text
+from idlm.train.model.checks import check_model, grow_vocabulary, mask_token
 from idlm.train.model.load import load_base, random_model
 from idlm.train.model.stored import export_dtype, read_generation_config
 from tests.tiny_training import tiny_model
@@ -144,8 +144,7 @@ def test_the_choice_and_its_reason(spare_rows, added, explicit, words) -> None:
     tokenizer.add_tokens([added], special_tokens=True)
     num_ids = num_token_ids(tokenizer)
     given, num_rows = None if explicit is None else num_ids + explicit, num_ids + spare_rows
-    mask_token_id, has_row = mask_token(tokenizer, num_rows, given)
-    shown = mask_token_text(tokenizer, num_rows, given, has_adapter=False)
+    mask_token_id, has_row, shown = mask_token(tokenizer, num_rows, given)
     assert shown.startswith(f"mask token {mask_token_id}: ")
     assert words.format(64 - num_rows % 64) in shown
     assert has_row == (mask_token_id < num_rows)

@@ -18,13 +18,14 @@ from idlm.masks import PADDING_DOC
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import ROW_FIELDS, pack_rows
 from idlm.train.model import gated_lora as gated
+from idlm.train.model.checks import mask_token
 from idlm.train.model.gated_lora import (
     AdaptedLinear,
     add_adapter,
-    choose_mask,
     gate_of,
     is_trained,
     peft_tensors,
+    trained_row,
 )
 from idlm.train.model.load import decoder_layers
 from idlm.train.objectives.base import TermRequest
@@ -326,16 +327,20 @@ class Words:
 
 def test_a_usable_mask_row_is_kept_and_any_other_is_trained_outside_the_table() -> None:
     model = tiny_model("qwen3")
-    assert choose_mask(model, Words(60), None) == (60, None)
     table_VD = model.get_input_embeddings().weight
-    mask_token_id, row_D = choose_mask(model, Words(len(table_VD)), None)
-    assert mask_token_id == len(table_VD)
+
+    def row_after(num_ids: int) -> Tensor | None:
+        mask = mask_token(Words(num_ids), len(table_VD), None)
+        assert mask.token_id == num_ids
+        return trained_row(model, mask)
+
+    assert row_after(60) is None
+    row_D = row_after(len(table_VD))
     torch.testing.assert_close(row_D, table_VD.mean(dim=0))
     with torch.no_grad():
         table_VD[61] = 0
     before = copy.deepcopy(model.state_dict())
-    mask_token_id, row_D = choose_mask(model, Words(61), None)
-    assert mask_token_id == 61
+    row_D = row_after(61)
     torch.testing.assert_close(row_D, table_VD[torch.arange(64) != 61].mean(dim=0))
     add_adapter(model, SPEC, mask_row_D=row_D)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
