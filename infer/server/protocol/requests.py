@@ -306,6 +306,10 @@ class ChatRequest(SamplingFields):
         is_strict = any(tool.function.strict for tool in tools)
         return bool(tools) and (self.must_call or is_strict or not has_many)
 
+    def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
+        """Without `response_format` where the answer is calls alone: it is about text."""
+        return [one for one in super()._given() if not (self.must_call and one[0] == "response_format")]
+
     def _composed(self) -> list[tuple[str, ConstraintKind, Any]]:
         """Also the grammar of calls, if they are forced in any way, or if the rest is constrained."""
         given, tools, has_many = self._given(), self.callable_tools, self.parallel_tool_calls is not False

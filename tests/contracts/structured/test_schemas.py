@@ -97,9 +97,15 @@ def test_calls_beside_what_has_no_rule_are_refused() -> None:
     with pytest.raises(ApiError, match="guided_grammar: not with tools"):
         chat(tools=TOOLS, guided_grammar='start: "a"').constraint()
     with pytest.raises(ApiError, match="one constraint"):
-        chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA).constraint()
+        chat(tools=TOOLS, tool_choice="required", guided_regex="a").constraint()
     alone = chat(tools=TOOLS, tool_choice="none", guided_grammar='start: "a"').constraint()
     assert alone == Constraint(kind="grammar", text='start: "a"')
+
+
+def test_a_format_is_about_text_which_an_answer_that_must_call_has_not() -> None:
+    forced = chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA)
+    assert forced.constraint() == chat(tools=TOOLS, tool_choice="required").constraint()
+    assert forced.client_name("constraint") == "tools"
 
 
 LENIENT: Any = {"lenient": True}
