@@ -21,7 +21,7 @@ from idlm.config.project import install_command
 from idlm.contracts import Constraint
 from idlm.errors import UserError
 from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warnings
-from idlm.infer.structured.vocabulary import Vocabulary
+from idlm.infer.structured.vocabulary import LARK, Vocabulary
 from idlm.log import get_logger
 
 SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
@@ -360,7 +360,9 @@ def _source(constraint: Constraint, vocabulary: Vocabulary, llguidance: Any) -> 
         case "choice":
             source = llguidance.grammar_from("lark", "\n".join(["start: answer", *answer_rules(constraint)]))
         case "grammar":
-            source = llguidance.grammar_from("grammar", vocabulary.with_ids(text))
+            # llguidance takes a grammar for llama.cpp's unless a line begins with `start:`, not `?start:`.
+            notation = "gbnf" if "::=" in LARK.sub("", text) else "lark"
+            source = llguidance.grammar_from(notation, vocabulary.with_ids(text))
         case "regex":
             source = llguidance.grammar_from("regex", text)
     return str(source)

@@ -52,6 +52,19 @@ def test_tags_are_text(compiler: GrammarCompiler, kind: ConstraintKind, text: st
     assert takes(compiler, kind, text, token_ids)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '?start: name\n?name: "a::=b" // x ::= y',
+        '%import common.INT\n!start: name | INT\nname: "a" /::=b/',
+        'root ::= name # ?start: x\nname ::= "a" "::=" [b]',
+    ],
+)
+def test_both_notations_of_grammars_are_known(compiler: GrammarCompiler, text: str) -> None:
+    token_ids = compiler._tokenizer.encode("a::=b", add_special_tokens=False)
+    assert takes(compiler, "grammar", text, token_ids)
+
+
 def test_what_a_grammar_forces_fits_it(compiler: GrammarCompiler) -> None:
     for forced in ("<tool_call>x", "a<|im_end|><|fim_pad|>", "<|im_start|>"):
         matcher = compiler.grammar(Constraint(kind="choice", text=json.dumps([forced]))).matcher
