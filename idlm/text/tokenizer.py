@@ -62,6 +62,7 @@ def load_tokenizer(path: Path | str) -> Any:
         tokenizer = _tokenizer_class(directory).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
+        _take_steps(tokenizer, directory / "tokenizer.json")
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
         if not tokenizer.is_fast or not words:
             raise ValueError("the tokenizer has no vocabulary or no fast implementation")
@@ -73,6 +74,19 @@ def load_tokenizer(path: Path | str) -> Any:
             fix="copy the original checkpoint's tokenizer files again, or remove them to work with token ids",
         ) from error
     return tokenizer
+
+
+def _take_steps(tokenizer: Any, file: Path) -> None:
+    """Give a tokenizer the steps of its file, if there is one, as transformers 4 does. Named classes of
+    transformers 5 put their own in their place, by which a text may get other ids than in training."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if type(tokenizer) is PreTrainedTokenizerFast or not file.exists():
+        return
+    steps = Tokenizer.from_file(str(file))
+    for name in ("normalizer", "pre_tokenizer", "model", "decoder"):
+        setattr(tokenizer.backend_tokenizer, name, getattr(steps, name))
 
 
 def _tokenizer_class(directory: Path) -> Any:

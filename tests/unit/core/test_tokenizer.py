@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
 from idlm.text import tokenizer as tokens
 from idlm.train.model.checks import mask_token
-from tests.small_tokenizers import save_byte_level
+from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
 
@@ -174,6 +176,36 @@ def test_directory_without_tokenizer_is_none_and_one_without_vocabulary_is_named
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="IDLM-0203"):
             tokens.load_tokenizer(directory)
+
+
+def save_split(directory):
+    """Each character is encoded alone, as digits are by many tokenizers."""
+    path = save_byte_level(directory) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    each, as_bytes = Split(Regex("."), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([each, as_bytes])
+    tokenizer.save(str(path))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [
+        (save_split, "GPT2Tokenizer"),
+        (save_split, "GemmaTokenizer"),
+        (save_byte_fallback, "LlamaTokenizerFast"),
+    ],
+)
+def test_a_named_class_keeps_the_steps_of_the_file(tmp_path, save, name):
+    """OLMo 2 and Granite name GPT-2's class, which splits digits otherwise than their files."""
+    config_path = save(tmp_path) / "tokenizer_config.json"
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | {"tokenizer_class": name}))
+    tokenizer, stored = tokens.load_tokenizer(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert type(tokenizer).__name__ == name.removesuffix("Fast")
+    for text in ("Plain words, 12", " two  spaces\n", "日本"):
+        token_ids = stored.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == token_ids
+        assert tokens.plain_text(tokenizer, token_ids) == stored.decode(token_ids)
 
 
 def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
