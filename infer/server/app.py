@@ -271,7 +271,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             return from_validation(error.errors()).response()
         case HTTPException(status_code=404 | 405 as status):
             what = f"{request.method} {request.url.path[:80]} is not served here; GET /docs lists the routes"
-            return FieldError("path" if status == 404 else "method", what, status=status).response()
+            response = FieldError("path" if status == 404 else "method", what, status=status).response()
+            response.headers.update(error.headers or {})
+            return response
         case HTTPException():
             return FieldError("body", error.detail, status=error.status_code).response()
         case ClientGoneError():

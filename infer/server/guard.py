@@ -117,7 +117,9 @@ class Guard:
         """Who sends a request: its key, by number, or its address. Raises ApiError 401 without a key."""
         if not self._keys or scope["path"] in self.public:
             return f"address {scope['client'][0]}" if scope["client"] else ""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # The name of the scheme has no case.
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = [value[:7].title() + value[7:] for value in headers]
         # In constant time: the time of a refusal is independent of the keys. A router that has a key
         # sends its own header besides the client's.
         found = [[hmac.compare_digest(value, key) for key in self._keys] for value in given]
@@ -129,6 +131,8 @@ class Guard:
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the client is gone. Raises ApiError 413 or 408."""
         for name, value in scope["headers"]:
+            if name == b"content-encoding" and value.lower() != b"identity":
+                raise FieldError("content-encoding", "send the body as it is, uncompressed", status=415)
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body:
                 raise self._too_large()
         body = bytearray()

@@ -3,6 +3,7 @@ names the field and the rule; no request gets a 5xx."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -67,6 +68,8 @@ def test_every_route_but_health_ready_and_the_page_needs_the_key(server: Running
                 assert (response.status_code == 401) == (path not in public), (path, method, key)
             allowed = server.client.request(method, path)
             assert allowed.status_code != 401 and allowed.status_code < 500, (path, method)
+        lower = keyless.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
+        assert lower.status_code == 200, "the name of a scheme has no case"
     assert KEY not in server.client.get("/server_info").text
 
 
@@ -267,6 +270,14 @@ def test_other_content_types_are_refused(server: Running) -> None:
         response = server.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "body"
+
+
+def test_a_compressed_body_and_a_wrong_method_are_told_what_is_taken(server: Running) -> None:
+    body, headers = gzip.compress(b'{"prompt": "a"}'), {**JSON, "content-encoding": "gzip"}
+    response = server.client.post(COMPLETIONS, content=body, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (415, "content-encoding")
+    response = server.client.get(COMPLETIONS)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
 def test_a_large_body_is_refused_with_and_without_its_length(server: Running) -> None:
