@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ MASK_ROW = "idlm.mask_embedding"
 """Name of the input embedding [D] of MASK rows, stored with the LoRA tensors if the base has no usable row
 for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of this name."""
 MUST_BE_OFF = (
-    "use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+    "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters",
     "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
     "use_bdlora",
@@ -71,11 +72,14 @@ class AdapterSpec:
         (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, directory: Path) -> AdapterSpec:
-        """Read `adapter_config.json`; UserError IDLM-0610 names every field that is not of a plain LoRA."""
+    def load(cls, directory: Path, *, targets: Sequence[str] = ()) -> AdapterSpec:
+        """Read `adapter_config.json`; UserError IDLM-0610 names every field that is not of a plain LoRA.
+        `targets` replace `target_modules` that are a pattern or paths."""
         path = Path(directory) / ADAPTER_CONFIG
         content = read_json(path)
-        rank, alpha, targets = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
+        rank, alpha, names = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
+        if targets and (isinstance(names, str) or any("." in str(name) for name in names or ())):
+            names = list(targets)
         # Not 0, which is a layer.
         are_off = {
             name: content.get(name) in (None, [], {}) or content[name] is False for name in MUST_BE_OFF
@@ -91,8 +95,8 @@ class AdapterSpec:
             problems.append(f"r={rank!r}")
         if not is_number(alpha):
             problems.append(f"lora_alpha={alpha!r}")
-        if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-            problems.append(f"target_modules={targets!r}")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            problems.append(f"target_modules={names!r}")
         if problems:
             raise UserError(
                 "IDLM-0610",
@@ -104,8 +108,9 @@ class AdapterSpec:
         base_path = content.get("base_model_name_or_path")
         return cls(
             rank=content["r"],
-            alpha=content["lora_alpha"],
-            targets=tuple(content["target_modules"]),
+            # Rank-stabilised LoRA divides alpha by the root of the rank.
+            alpha=content["lora_alpha"] * (content["r"] ** 0.5 if content.get("use_rslora") else 1),
+            targets=tuple(names or ()),
             base_path=str(base_path) if base_path else None,
         )
 

@@ -130,7 +130,9 @@ def import_to(config: ImportConfig) -> str:
 
     assert config.model and config.output_dir and config.stride is not None
     found = find_adapter(Path(config.model))
-    spec = AdapterSpec.load(found)
+    tensors = _tensors(found)
+    adapted = (name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight"))
+    spec = AdapterSpec.load(found, targets=sorted({module.rpartition(".")[2] for module in adapted}))
     base = _base(config, spec.base_path)
     semantics = Semantics(
         gated=True,
@@ -140,7 +142,6 @@ def import_to(config: ImportConfig) -> str:
         noise_range=tuple(config.noise_range),
         acceptance=tuple(config.acceptance),
     )
-    tensors = _tensors(found)
     with publish(Path(config.output_dir)) as staging:
         save_file(tensors, staging / WEIGHTS_FILE)
         replace(spec, base_path=str(base.resolve())).save(staging)

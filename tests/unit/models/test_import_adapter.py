@@ -111,7 +111,7 @@ def test_the_base_may_be_the_bundle_itself_or_be_named(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_rslora": True}, "IDLM-0610 use_rslora=True"),
+        ({"use_dora": True}, "IDLM-0610 use_dora=True"),
         ({"modules_to_save": ["lm_head"]}, "IDLM-0610 modules_to_save=['lm_head']"),
         ({"r": 4}, "IDLM-0613 shape"),
         ({"target_modules": ["q_proj"]}, "IDLM-0613 not used"),
@@ -129,6 +129,21 @@ def test_what_does_not_fit_the_base_is_refused(
     code, _, word = words.partition(" ")
     assert status == 2 and code in shown and word in shown, shown
     assert "staging" not in shown and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("names", [r".*\.(q|down)_proj", ["self_attn.q_proj", "down_proj"]], ids=str)
+def test_targets_of_a_pattern_or_path_and_a_stabilised_rank_are_read(
+    foreign: Path, base: Path, tmp_path: Path, names: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights = (foreign / "adapter" / name for name in ("adapter_config.json", WEIGHTS_FILE))
+    config.write_text(json.dumps(PEFT | {"target_modules": names, "use_rslora": True}))
+    tensors = load_file(weights)
+    save_file({name: tensors[name] for name in tensors if "q_proj" in name or "down_proj" in name}, weights)
+    given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM]
+    status, shown = run(given, capsys)
+    assert status == 0, shown
+    spec = AdapterSpec.load(tmp_path / "o")
+    assert spec.targets == ("down_proj", "q_proj") and spec.scaling == pytest.approx(48 / 3**0.5)
 
 
 def test_another_base_and_missing_values_are_named(
