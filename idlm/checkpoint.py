@@ -43,6 +43,7 @@ COMMON_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "eos_token_id", "mask_token_id"), READ),
     **dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers"), READ),
     **dict.fromkeys((f"{name}_token_id" for name in ("bos", "pad", "unk", "sep", "cls")), OF_THE_TOKENIZER),
+    **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "only training reads it"),
 }
 """Keys that any model's config may have: `READ`, or why the key is ignored."""
 HARMLESS_KEYS = {key for key, reason in COMMON_KEYS.items() if reason != READ}

@@ -72,10 +72,11 @@ class ConfigReader:
         return minimum
 
     def require(self, *names: str) -> None:
-        """Refuse a config without these fields: the defaults of its classes fit no trained weights."""
+        """Raise for a config without these fields: the defaults of its classes fit no trained weights."""
         absent = [name for name in names if self.config.get(name) is None]
         if absent:
             self.problems.append(f"{', '.join(absent)} missing (no default is right)")
+        self.check()
 
     def positive_float(self, name: str, default: float) -> float:
         """The field, or `default` if it is absent; 1 (and a problem) if it is unusable."""
@@ -104,13 +105,13 @@ class ConfigReader:
             raise UserError(
                 "IDLM-0604",
                 f"config.json ({self.config.get('architectures')!r}) has values that this engine cannot run: "
-                f"{'; '.join(self.problems)}",
+                f"{'; '.join(dict.fromkeys(self.problems))}",
                 fix="use a checkpoint without these settings, or correct config.json where it is wrong",
             )
 
 
 def dense_spec(
-    config: dict[str, Any],
+    reader: ConfigReader,
     *,
     qkv_bias: bool | None = None,
     o_bias: bool | None = None,
@@ -124,11 +125,11 @@ def dense_spec(
     variant: Variant = USUAL,
     reads: Collection[str] = (),
 ) -> ModelSpec:
-    """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults,
-    and `reads` names fields of `MUST_BE_NULL` that it reads itself, and LONG_ROPE if it may have that.
-    `qkv_bias` and `o_bias` None are the config's `attention_bias`, `default_head_dim` None is width / heads.
-    With `default_rope_theta` None the config must give the base."""
-    reader, has_bias = ConfigReader(config), bool(config.get("attention_bias"))
+    """The spec of a standard decoder config, unless the reader has problems. Keyword arguments are what the
+    family fixes, or its defaults; `reads` names fields of `MUST_BE_NULL` that it reads itself, and LONG_ROPE
+    if it may have that. `qkv_bias` and `o_bias` None are the config's `attention_bias`, `default_head_dim`
+    None is width / heads. With `default_rope_theta` None the config must give the base."""
+    has_bias = bool(reader.config.get("attention_bias"))
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
@@ -190,18 +191,21 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int, reads: Collection
         )
 
 
-def rotated_dims(reader: ConfigReader, head_dim: int, default: float) -> int | None:
-    """Rotated dimensions of a head, from `partial_rotary_factor`; None: all."""
+def rotated_dims(reader: ConfigReader, head_dim: int, default: float | None = None) -> int | None:
+    """Rotated dimensions of a head, from a factor or a width, which must agree; None: all. Where a config has
+    neither, the factor is `default`."""
     rope = reader.config.get("rope_parameters") or reader.config.get("rope_scaling")
-    factors = {**reader.config, **(rope if isinstance(rope, dict) else {})}
-    factor: Any = factors.get("partial_rotary_factor")
-    factor = default if factor is None else factor
-    size = int(head_dim * factor) if is_number(factor) and 0 < factor <= 1 else 1
-    if size % 2 or not size:
-        what = f"partial_rotary_factor={factor!r} of head_dim={head_dim}"
-        reader.problems.append(f"{what} (must come to an even number up to head_dim)")
+    given = {**reader.config, **(rope if isinstance(rope, dict) else {})}
+    factor: Any = given.get("partial_rotary_factor")
+    width: Any = given.get("rotary_dim")
+    factor = default if factor is None and width is None else factor
+    sizes = {value * unit // 1 for value, unit in ((factor, head_dim), (width, 1)) if is_number(value)}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    if size % 2 or not 0 < size <= head_dim:
+        both = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
+        reader.problems.append(f"{both} (must come to one even number up to head_dim)")
         return None
-    return None if size == head_dim else size
+    return None if size == head_dim else int(size)
 
 
 def in_windows(spec: ModelSpec, window: int, numbers: Collection[int]) -> ModelSpec:

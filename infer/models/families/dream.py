@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
-from idlm.infer.models.config import UNBOUNDED, dense_spec, standard
+from idlm.infer.models.config import UNBOUNDED, ConfigReader, dense_spec, standard
 
 TRAINED_LENGTH = 2048
 """The config's `max_position_embeddings` is that of Qwen2.5."""
@@ -28,5 +28,5 @@ class Dream(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         """Biases as in Qwen2.5."""
-        spec = dense_spec(standard(config), qkv_bias=True, o_bias=False)
+        spec = dense_spec(ConfigReader(standard(config)), qkv_bias=True, o_bias=False)
         return replace(spec, trained_length=TRAINED_LENGTH, max_positions=UNBOUNDED)

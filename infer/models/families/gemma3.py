@@ -48,7 +48,7 @@ class Gemma3(Family):
         own["max_position_embeddings"] = positions
         whole, windowed = (
             dense_spec(
-                {**own, "rope_parameters": _rope(config, kind)},
+                ConfigReader({**own, "rope_parameters": _rope(config, kind)}),
                 qk_norm=True,
                 default_head_dim=256,
                 variant=variant,

@@ -26,10 +26,9 @@ class Glm(Family):
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         rotary_dim = rotated_dims(reader, reader.integer("head_dim", 128), 0.5)
-        reader.check()
         bias = config.get("attention_bias")
         return dense_spec(
-            config,
+            reader,
             qkv_bias=bias is None or bool(bias),
             o_bias=False,
             default_norm_eps=NORM_EPS,

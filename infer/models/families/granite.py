@@ -18,9 +18,8 @@ class Granite(Family):
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         embed, residual, score, divisor = (reader.positive_float(name, 1.0) for name in MULTIPLIERS)
-        reader.check()
         return dense_spec(
-            config,
+            reader,
             mlp_bias=bool(config.get("mlp_bias")),
             default_rope_theta=EARLY_ROPE_THETA,
             variant=Variant(

@@ -26,6 +26,10 @@ STANDARD_NAMES = {
     "tie_word_embeddings": "weight_tying",
     "max_position_embeddings": "max_sequence_length",
 }
+REQUIRED = (
+    *("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"),
+    *("rms_norm_eps", "max_position_embeddings"),
+)
 ONLY = {
     "rope": True,
     "alibi": False,
@@ -70,14 +74,11 @@ class Llada(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         """The published default of the norm's epsilon differs from transformers'."""
-        config = standard(config, STANDARD_NAMES)
-        reader = ConfigReader(config)
-        reader.require("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-        reader.require("rms_norm_eps", "max_position_embeddings")
+        reader = ConfigReader(standard(config, STANDARD_NAMES))
+        reader.require(*REQUIRED)
         for name, value in ONLY.items():
             reader.allow(name, value, None)
-        reader.check()
-        spec = dense_spec(config, qkv_bias=False, o_bias=False)
+        spec = dense_spec(reader, qkv_bias=False, o_bias=False)
         return replace(spec, trained_length=spec.max_positions, max_positions=UNBOUNDED)
 
     @classmethod

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from idlm.checkpoint import READ
-from idlm.config.schema import is_number
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.config import MAX_COUNT, MAX_HEAD_DIM, ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_COUNT, ConfigReader, dense_spec, rotated_dims
 
 BLOCK_SIZE = 32
 REQUIRED = (
@@ -26,12 +25,9 @@ REQUIRED = (
 )
 EDIT_TOKENS = ("delete_token_id", "split_token_id")
 ATTENTION = "model.layers.{}.attention."
-OF_TRAINING = "only training reads it"
 CONFIG_KEYS = {
     **dict.fromkeys((*REQUIRED, *("router_dtype", "expert_capacity", "block_size", *EDIT_TOKENS)), READ),
-    "output_router_logits": OF_TRAINING,
-    "router_aux_loss_coef": OF_TRAINING,
-    "mtp_loss_scaling_factor": OF_TRAINING,
+    "mtp_loss_scaling_factor": "only training reads it",
     "moe_router_enable_expert_bias": "every router of this family has a bias; a missing tensor is refused",
     "moe_shared_expert_intermediate_size": "the shapes of the tensors are checked",
     "_moe_implementation": "names a kernel of the publisher, not the arithmetic",
@@ -67,7 +63,7 @@ class Llada2(Family):
         reader.require(*REQUIRED)
         reader.allow("score_function", "sigmoid", None)
         reader.allow("router_dtype", "fp32", "float32", None)
-        rotary_dim, moe = _rotary_dim(reader), _experts(reader)
+        rotary_dim, moe = rotated_dims(reader, reader.integer("head_dim")), _experts(reader)
         edit_tokens = [
             reader.integer(name, minimum=0, maximum=MAX_COUNT)
             for name in EDIT_TOKENS
@@ -78,11 +74,9 @@ class Llada2(Family):
         if max(edit_tokens, default=0) >= reader.integer("vocab_size", maximum=MAX_COUNT):
             reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
-        qkv_bias = reader.flag("use_qkv_bias")
-        reader.check()
         return dense_spec(
-            config,
-            qkv_bias=qkv_bias,
+            reader,
+            qkv_bias=reader.flag("use_qkv_bias"),
             o_bias=False,
             qk_norm=bool(config.get("use_qk_norm")),
             rotary_dim=rotary_dim,
@@ -103,25 +97,6 @@ class Llada2(Family):
     def edit_token_ids(cls, config: dict[str, Any]) -> tuple[int, ...]:
         """2.2 predicts them to take a position out of a block, or to put one in."""
         return tuple(config[name] for name in EDIT_TOKENS if config.get(name) is not None)
-
-
-def _rotary_dim(reader: ConfigReader) -> int | None:
-    """Rotated dimensions, from a factor or a width; both must agree. None: the whole head rotates."""
-    config, head_dim = reader.config, reader.integer("head_dim")
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    factor = {**config, **(rope if isinstance(rope, dict) else {})}.get("partial_rotary_factor")
-    width = config.get("rotary_dim")
-    given: list[tuple[Any, int]] = [(factor, head_dim), (width, 1)]
-    widths = {value * unit for value, unit in given if is_number(value)}
-    both = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
-    if len(widths) != 1:
-        reader.problems.append(f"{both} (give one, or two that agree)")
-        return None
-    (size,) = widths
-    if size % 2 or not 0 < size <= min(head_dim, MAX_HEAD_DIM):
-        reader.problems.append(f"{both} (must come to an even width up to head_dim)")
-        return None
-    return None if size == head_dim else int(size)
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:

@@ -34,18 +34,16 @@ class LladaMoe(Family):
         **dict.fromkeys(
             ("moe_router_score_function", "router_topk_group", "shared_expert_intermediate_size"), READ
         ),
-        **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "only training reads it"),
     }
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        config = standard(config, STANDARD_NAMES)
-        reader = ConfigReader(config)
+        ffn_width = config.get("expert_intermediate_size")
+        own = {"rms_norm_eps": 1e-5, "intermediate_size": ffn_width}
+        reader = ConfigReader({**own, **standard(config, STANDARD_NAMES)})
         reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")
-        num_experts, num_chosen = (
-            reader.integer("num_experts", maximum=MAX_COUNT),
-            reader.integer("num_experts_per_tok"),
-        )
+        num_experts = reader.integer("num_experts", maximum=MAX_COUNT)
+        num_chosen = reader.integer("num_experts_per_tok")
         if num_chosen > num_experts:
             reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
         frequency = config.get("moe_layer_freq")
@@ -59,16 +57,12 @@ class LladaMoe(Family):
         for name in ("router_num_group", "router_topk_group"):
             reader.allow(name, None, 1)
         reader.allow("partial_rotary_factor", 1, None)
-        ffn_width = reader.integer("expert_intermediate_size")
-        reader.check()
         moe = MoeSpec(
             num_experts=num_experts,
             num_chosen=num_chosen,
-            ffn_width=ffn_width,
-            dense_layers=(),
+            ffn_width=reader.integer("expert_intermediate_size"),
             score="softmax",
             is_normalised=False,
         )
-        config = {"rms_norm_eps": 1e-5, "intermediate_size": ffn_width, **config}
-        spec = dense_spec(config, qkv_bias=False, o_bias=False, qk_norm=True, moe=moe)
+        spec = dense_spec(reader, qkv_bias=False, o_bias=False, qk_norm=True, moe=moe)
         return replace(spec, trained_length=spec.max_positions, max_positions=UNBOUNDED)

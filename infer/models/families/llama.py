@@ -31,9 +31,8 @@ class Llama(Family):
         # To transformers it is a Llama, but its files have tensor names of their own.
         if config.get("model_type") == "exaone":
             reader.problems.append("model_type='exaone' (supported: models with the tensor names of Llama)")
-        reader.check()
         mlp_bias = bool(config.get("mlp_bias"))
-        return dense_spec(config, mlp_bias=mlp_bias, default_rope_theta=EARLY_ROPE_THETA)
+        return dense_spec(reader, mlp_bias=mlp_bias, default_rope_theta=EARLY_ROPE_THETA)
 
 
 @FAMILIES.register("MistralForCausalLM")
@@ -47,8 +46,7 @@ class Mistral(Family):
         if config.get("sliding_window", 4096) is not None:
             given = config.get("sliding_window", "(absent, which means 4096)")
             reader.problems.append(f"sliding_window={given} (supported: null)")
-        reader.check()
-        return dense_spec(config, qkv_bias=False, o_bias=False, default_rope_theta=EARLY_ROPE_THETA)
+        return dense_spec(reader, qkv_bias=False, o_bias=False, default_rope_theta=EARLY_ROPE_THETA)
 
 
 @FAMILIES.register("K2HorizonForCausalLM")
@@ -62,10 +60,8 @@ class K2Horizon(Family):
             (*K2_MUST_BE_OFF, "layernorm_num_groups", "rope_head_dim", "attention_gate_func"), READ
         ),
         **dict.fromkeys(("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"), "no experts"),
-        **dict.fromkeys(("moe_gate_bias", "norm_topk_prob", "router_score_func"), "no experts"),
-        **dict.fromkeys(
-            ("router_scaling_factor", "router_aux_loss_coef", "output_router_logits"), "no experts"
-        ),
+        **dict.fromkeys(("moe_gate_bias", "norm_topk_prob"), "no experts"),
+        **dict.fromkeys(("router_score_func", "router_scaling_factor"), "no experts"),
         "xllm_model_parallel_size": "of the training",
     }
 
@@ -81,6 +77,5 @@ class K2Horizon(Family):
         groups, width = reader.integer("layernorm_num_groups", 1), reader.integer("hidden_size")
         if width % groups:
             reader.problems.append(f"layernorm_num_groups={groups} does not divide hidden_size={width}")
-        reader.check()
         variant = Variant(norm_offset=0.0, norm_groups=groups)
-        return dense_spec(config, qkv_bias=False, o_bias=False, variant=variant)
+        return dense_spec(reader, qkv_bias=False, o_bias=False, variant=variant)

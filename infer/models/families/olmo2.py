@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, Variant
-from idlm.infer.models.config import dense_spec
+from idlm.infer.models.config import ConfigReader, dense_spec
 
 
 @FAMILIES.register("Olmo2ForCausalLM")
@@ -16,4 +16,4 @@ class Olmo2(Family):
         variant = Variant(
             is_qk_norm_whole=True, has_input_norms=False, has_output_norms=True, norm_offset=0.0
         )
-        return dense_spec(config, qk_norm=True, default_norm_eps=1e-5, variant=variant)
+        return dense_spec(ConfigReader(config), qk_norm=True, default_norm_eps=1e-5, variant=variant)

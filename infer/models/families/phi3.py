@@ -14,6 +14,8 @@ from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
 from idlm.infer.models.config import LONG_ROPE, ConfigReader, dense_spec, in_windows, rotated_dims
 from idlm.infer.models.families.llama import EARLY_ROPE_THETA
 
+OWN_DEFAULTS = dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 4096)
+
 
 @FAMILIES.register("Phi3ForCausalLM")
 class Phi3(Family):
@@ -25,15 +27,13 @@ class Phi3(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        reader = ConfigReader(config)
-        positions = reader.integer("max_position_embeddings", 4096, maximum=float("inf"))
+        reader = ConfigReader({**OWN_DEFAULTS, **_current(config)})
+        positions = reader.integer("max_position_embeddings", maximum=float("inf"))
         window = reader.integer("sliding_window", positions, maximum=float("inf"))
         width, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
         rotary_dim = rotated_dims(reader, reader.integer("head_dim", max(1, width // heads)), 1.0)
-        reader.check()
-        own = {"max_position_embeddings": positions, "original_max_position_embeddings": 4096}
         spec = dense_spec(
-            own | _current(config),
+            reader,
             qkv_bias=False,
             o_bias=False,
             default_norm_eps=1e-5,

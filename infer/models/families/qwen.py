@@ -15,7 +15,7 @@ from idlm.infer.models.config import MAX_COUNT, ConfigReader, dense_spec
 class Qwen2(Family):
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        return dense_spec(config, qkv_bias=True, o_bias=False)
+        return dense_spec(ConfigReader(config), qkv_bias=True, o_bias=False)
 
 
 @FAMILIES.register("Fast_dLLM_QwenForCausalLM")
@@ -31,9 +31,7 @@ class FastDllm(Qwen2):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        reader = ConfigReader(config)
-        reader.require("bd_size")
-        reader.check()
+        ConfigReader(config).require("bd_size")
         return super().spec(config)
 
     @classmethod
@@ -45,29 +43,26 @@ class FastDllm(Qwen2):
 @FAMILIES.register("Qwen3ForCausalLM")
 class Qwen3(Family):
     @classmethod
-    def spec(cls, config: dict[str, Any], moe: MoeSpec | None = None) -> ModelSpec:
-        return dense_spec(config, qk_norm=True, default_head_dim=128, moe=moe)
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        return dense_spec(ConfigReader(config), qk_norm=True, default_head_dim=128)
 
 
 @FAMILIES.register("Qwen3MoeForCausalLM")
-class Qwen3Moe(Qwen3):
+class Qwen3Moe(Family):
     """`norm_topk_prob` is off where the config has none, as in transformers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     config_keys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), READ),
         **dict.fromkeys(("moe_intermediate_size", "norm_topk_prob"), READ),
-        **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "only training reads it"),
     }
     required: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def spec(cls, config: dict[str, Any], moe: MoeSpec | None = None) -> ModelSpec:
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         reader.require(*cls.required)
-        moe = _experts(reader)
-        reader.check()
-        return super().spec(config, moe)
+        return dense_spec(reader, qk_norm=True, default_head_dim=128, moe=_experts(reader))
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:

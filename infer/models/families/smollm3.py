@@ -22,20 +22,16 @@ class SmolLM3(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        spec = dense_spec(
-            {"tie_word_embeddings": True, **config},
-            mlp_bias=bool(config.get("mlp_bias")),
-            default_rope_theta=ROPE_THETA,
-        )
-        still = _still_layers(config, spec.num_layers)
+        reader = ConfigReader({"tie_word_embeddings": True, **config})
+        spec = dense_spec(reader, mlp_bias=bool(config.get("mlp_bias")), default_rope_theta=ROPE_THETA)
+        still = _still_layers(reader, spec.num_layers)
         others = OtherLayers(numbers=still, rope_inv_freq=(0.0,) * (spec.head_dim // 2))
         return replace(spec, variant=Variant(others=others))
 
 
-def _still_layers(config: dict[str, Any], num_layers: int) -> Collection[int]:
+def _still_layers(reader: ConfigReader, num_layers: int) -> Collection[int]:
     """Numbers of the layers that do not rotate."""
-    reader, rotates = ConfigReader(config), config.get("no_rope_layers")
-    interval = reader.integer("no_rope_layer_interval", 4)
+    rotates, interval = reader.config.get("no_rope_layers"), reader.integer("no_rope_layer_interval", 4)
     if rotates is None:
         reader.check()
         return range(interval - 1, num_layers, interval)

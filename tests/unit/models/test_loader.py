@@ -215,7 +215,10 @@ def test_a_tensor_comes_from_the_shard_that_the_index_names(checkpoint: Path, as
         ({"hidden_size": "REMOVED", "vocab_size": -1}, ("hidden_size=None", "vocab_size=-1")),
         ({"num_hidden_layers": True}, ("num_hidden_layers=True",)),
         ({"architectures": ["MistralForCausalLM"]}, ("sliding_window", "null")),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, ("sliding_window=64",)),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 64, "hidden_act": "gelu"},
+            ("sliding_window=64", "hidden_act='gelu'"),
+        ),
     ],
 )
 def test_configs_that_change_the_arithmetic_are_refused(
