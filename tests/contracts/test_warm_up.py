@@ -49,6 +49,22 @@ def _step(engine: Engine) -> StaticStep:
     return step
 
 
+def _after_traffic(directory: Path, decoder: str, prompts: list[list[int]], **options: Any) -> Engine:
+    """A warm engine that captured nothing in traffic, and answered as without graphs; an adaptive one as AR
+    does."""
+    params = greedy(max_tokens=24)
+    way = ("ar", {}) if options.get("adaptive") else (decoder, options)
+    expected = clear_answers(build_engine(directory, way[0], graphs="off", **way[1]), prompts, params)
+    engine = build_engine(directory, decoder, graphs="on", warmup="full", **options)
+    ahead = engine.metrics()["graphs_captured_ahead"]
+    found = engine.generate(prompts, params)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+    assert len(_step(engine)._graphs) == ahead > 0
+    assert_idle(engine)
+    return engine
+
+
 @pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize(
@@ -64,20 +80,8 @@ def _step(engine: Engine) -> StaticStep:
 def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
     foreseeing: Path, decoder: str, options: dict[str, Any], num_inflight: int
 ) -> None:
-    name = "ar" if options.get("adaptive") else decoder
-    choices = {} if name == "ar" else options
-    plain = build_engine(foreseeing, name, graphs="off", **choices)
-    expected = clear_answers(plain, PROMPTS, greedy(max_tokens=20))
-    engine = build_engine(
-        foreseeing, decoder, graphs="on", warmup="full", num_inflight_steps=num_inflight, **options
-    )
-    ahead = engine.metrics()["graphs_captured_ahead"]
-    assert ahead == len(_step(engine)._graphs) > 10
-    found = engine.generate(PROMPTS, greedy(max_tokens=20))
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-    assert engine.metrics()["graphs_captured_in_traffic"] == 0
-    assert len(_step(engine)._graphs) == ahead
-    assert_idle(engine)
+    engine = _after_traffic(foreseeing, decoder, PROMPTS, num_inflight_steps=num_inflight, **options)
+    assert engine.metrics()["graphs_captured_ahead"] > 10
 
 
 @pytest.mark.sweep
@@ -85,14 +89,9 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
 def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None:
     directory = write_block_toy(tmp_path, shifted=False)
     prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11] * 2)
-    expected = clear_answers(build_engine(directory, "block", graphs="off"), prompts, greedy(max_tokens=24))
-    engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2)
-    shapes = set(_step(engine)._graphs)
+    shapes = _step(_after_traffic(directory, "block", prompts, num_inflight_steps=2))._graphs
     assert {shape.num_sequences for shape in shapes} >= {1, 2, 4, 8, 16}
     assert all(shape.num_prompt_rows for shape in shapes), "clean blocks have rows"
-    found = engine.generate(prompts, greedy(max_tokens=24))
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-    assert engine.metrics()["graphs_captured_in_traffic"] == 0
 
 
 @pytest.mark.sweep
@@ -101,16 +100,9 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     """Passes run in captured capacities."""
     directory = write_block_toy(tmp_path, shifted=False)
     prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11])
-    way: dict[str, Any] = {"accelerators": "focus", "max_num_seqs": 8}
-    plain = build_engine(directory, "block", graphs="off", **way)
-    expected = clear_answers(plain, prompts, greedy(max_tokens=24))
-    engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2, **way)
-    step, ahead = _step(engine), engine.metrics()["graphs_captured_ahead"]
-    assert all(shape.limits.capacity is not None for shape in step._graphs)
-    found = engine.generate(prompts, greedy(max_tokens=24))
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-    assert engine.metrics()["graphs_captured_in_traffic"] == 0
-    assert len(step._graphs) == ahead
+    way: dict[str, Any] = {"accelerators": "focus", "max_num_seqs": 8, "num_inflight_steps": 2}
+    shapes = _step(_after_traffic(directory, "block", prompts, **way))._graphs
+    assert all(shape.limits.capacity is not None for shape in shapes)
 
 
 @pytest.mark.sweep_but(settings={"temperature": 0.7, "top_p": 0.8, "logprobs": 1})

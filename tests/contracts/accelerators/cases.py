@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,10 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
 Trace = dict[tuple[int, int, int], list[list[int]] | None]
 
 
-def watch_lists(engine: Engine) -> dict[int, Trace]:
-    """What each layer of each pass sees from now on, by lane: block, step and layer, then KV head."""
-    seen: dict[int, Trace] = {}
+def watch_layers(
+    engine: Engine, note: Callable[[PassView, KVPass, int, Tensor, Tensor | None], None]
+) -> None:
+    """Call `note` from now on with every pass, layer, queries and the slots that the layer sees."""
     accelerator = engine._parts.stack.kv
     assert accelerator is not None
     begin = accelerator.begin
@@ -117,18 +119,28 @@ def watch_lists(engine: Engine) -> dict[int, Trace]:
 
         def watched_select(layer: int, q_RNH: Tensor) -> Tensor | None:
             slots_BKC = select(layer, q_RNH)
-            for b in view.is_working_B.nonzero()[:, 0].tolist():
-                key = int(view.active.starts_B[b]) // SIZE, int(view.active.num_passes_B[b]), layer
-                is_exact = slots_BKC is None or not made.is_sparse_B[b]
-                seen.setdefault(int(view.plan.lanes_B[b]), {})[key] = (
-                    None
-                    if is_exact or slots_BKC is None
-                    else [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]]
-                )
+            note(view, made, layer, q_RNH, slots_BKC)
             return slots_BKC
 
         made.select_kv = watched_select  # type: ignore[method-assign]
         return made
 
     accelerator.begin = watched  # type: ignore[method-assign]
+
+
+def watch_lists(engine: Engine) -> dict[int, Trace]:
+    """What each layer of each pass sees from now on, by lane: block, step and layer, then KV head."""
+    seen: dict[int, Trace] = {}
+
+    def note(view: PassView, made: KVPass, layer: int, _: Tensor, slots_BKC: Tensor | None) -> None:
+        for b in view.is_working_B.nonzero()[:, 0].tolist():
+            key = int(view.active.starts_B[b]) // SIZE, int(view.active.num_passes_B[b]), layer
+            is_exact = slots_BKC is None or not made.is_sparse_B[b]
+            seen.setdefault(int(view.plan.lanes_B[b]), {})[key] = (
+                None
+                if is_exact or slots_BKC is None
+                else [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]]
+            )
+
+    watch_layers(engine, note)
     return seen

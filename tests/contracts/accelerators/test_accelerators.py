@@ -40,6 +40,7 @@ from tests.contracts.accelerators.cases import (
     rules_of,
     thinly,
     tokens,
+    watch_layers,
     watch_lists,
 )
 from tests.contracts.engines import assert_idle, build_engine, watch_passes
@@ -245,41 +246,29 @@ def test_ranks_list_slots_for_their_own_heads(toys: dict[str, Path], name: str) 
 def test_both_sides_at_once(toys: dict[str, Path], rows: str) -> None:
     """Rows are dropped, but none in the pass that ranks, whose sets hold for what is left of the block."""
     engine = engine_of(toys, accelerators=thinly((rows, "mage")))
-    mage, sets, num_dropped = engine._parts.stack.kv, {}, 0
-    assert mage is not None
-    begin = mage.begin
+    sets, num_dropped = {}, 0
 
-    def watched(view: PassView) -> KVPass | None:
-        made = begin(view)
-        assert made is not None
-        select = made.select_kv
+    def note(view: PassView, made: KVPass, layer: int, q_RNH: Tensor, slots_BKC: Tensor | None) -> None:
+        nonlocal num_dropped
+        for b in view.is_working_B.nonzero()[:, 0].tolist():
+            start, step = int(view.active.starts_B[b]), int(view.active.num_passes_B[b])
+            key = int(view.plan.lanes_B[b]), start, layer
+            dropped = int((view.rows_BW[b] < 0).sum())
+            if layer >= 2 and step == 0:
+                assert not dropped
+                assert not made.is_sparse_B[b]
+                rows_W, size = view.rows_BW[b], view.page_size
+                q_WNH = torch.where((rows_W >= 0)[:, None, None], q_RNH[rows_W.clamp(min=0)], 0).double()
+                slots_P = torch.arange(start)
+                physical_P = view.block_table_BP[b, slots_P // size] * size + slots_P % size
+                k_PKH = view.cache.layer(layer)[0][physical_P].double()
+                sets[key] = [top(share_of(q_WNH, k_PKH, head), THIN["mage"]["k"]) for head in range(2)]
+            elif layer >= 2:
+                assert slots_BKC is not None
+                assert [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]] == sets[key]
+                num_dropped += dropped
 
-        def watched_select(layer: int, q_RNH: Tensor) -> Tensor | None:
-            nonlocal num_dropped
-            slots_BKC = select(layer, q_RNH)
-            for b in view.is_working_B.nonzero()[:, 0].tolist():
-                start, step = int(view.active.starts_B[b]), int(view.active.num_passes_B[b])
-                key = int(view.plan.lanes_B[b]), start, layer
-                dropped = int((view.rows_BW[b] < 0).sum())
-                if layer >= 2 and step == 0:
-                    assert not dropped
-                    assert not made.is_sparse_B[b]
-                    rows_W, size = view.rows_BW[b], view.page_size
-                    q_WNH = torch.where((rows_W >= 0)[:, None, None], q_RNH[rows_W.clamp(min=0)], 0).double()
-                    slots_P = torch.arange(start)
-                    physical_P = view.block_table_BP[b, slots_P // size] * size + slots_P % size
-                    k_PKH = view.cache.layer(layer)[0][physical_P].double()
-                    sets[key] = [top(share_of(q_WNH, k_PKH, head), THIN["mage"]["k"]) for head in range(2)]
-                elif layer >= 2:
-                    assert slots_BKC is not None
-                    assert [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]] == sets[key]
-                    num_dropped += dropped
-            return slots_BKC
-
-        made.select_kv = watched_select  # type: ignore[method-assign]
-        return made
-
-    mage.begin = watched  # type: ignore[method-assign]
+    watch_layers(engine, note)
     engine.generate(PROMPTS, PARAMS)
     assert num_dropped > 100
 

@@ -195,8 +195,7 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_torch_loads_is_quiet() -> None:
-    program = """
+CTRL_C_WHILE_TORCH_LOADS = """
 import sys
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
@@ -207,14 +206,7 @@ from idlm.infer.cli.generate import main
 sys.argv = ["command", "model=nowhere", "-p", "x"]
 sys.exit(main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=TINY.parents[2], check=False
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
-def test_sigterm_ends_like_ctrl_c() -> None:
-    program = """
+SIGTERM = """
 import os, signal, sys, time
 from idlm.cli import command
 def work(arguments):
@@ -222,7 +214,14 @@ def work(arguments):
     time.sleep(30)
 sys.exit(command.run(work))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=TINY.parents[2], check=False
-    )
-    assert (done.returncode, done.stderr) == (143, "terminated\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "ending"),
+    [(CTRL_C_WHILE_TORCH_LOADS, (130, "interrupted\n")), (SIGTERM, (143, "terminated\n"))],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_signals_end_a_command_quietly(program: str, ending: tuple[int, str]) -> None:
+    arguments = [sys.executable, "-c", program]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=TINY.parents[2], check=False)
+    assert (done.returncode, done.stderr) == ending
