@@ -1,9 +1,5 @@
-"""The stride controller in a virtual clock: recorded step times, and drafts that pass with a given chance.
-
-A pass takes what the recorded step of its mode does on an H200 with Qwen3-8B's shape, else one of as many
-rows; times deviate by seed in ways that no warm-up shows. It emits what its sequences' draft buffers let it
-expect, so that no draw decides a figure, while the controller sees draws. Drafts from verification rows have
-a chance of their own; the trace `p0.90` has none that pass."""
+"""A machine made of recorded step times: a pass takes what the step of its mode does on an H200 with
+Qwen3-8B's shape, else one of as many rows. Times deviate by seed in ways that no warm-up shows."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import functools
 import itertools
 import random
 import statistics
-from dataclasses import dataclass
 
 from benchmarks.results import read_rows
 from idlm.infer.decoders.base import StrideMode, rows_by_mode
@@ -30,6 +25,10 @@ def decoder_of(stride: int, strategy: str, *, adaptive: bool = True) -> IsdDecod
     """ISD of a checkpoint for strides up to 8."""
     config = IsdConfig(stride=stride, adaptive=adaptive, rejection_strategy=strategy)
     return IsdDecoder(config, Semantics(mask_token_id=1, stride=8))
+
+
+DECODER = decoder_of(8, "tree")
+MODES, WIDTHS = DECODER.modes, rows_by_mode(DECODER, 0)
 
 
 class RecordedTimes:
@@ -72,47 +71,31 @@ class RecordedTimes:
 recorded_times = functools.cache(RecordedTimes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disturbances:
-    """`deviation` of every mode, by at most this, from its recorded times; `noise`: by how much a step may be
-    longer; the fraction `hiccups` of steps takes up to 1.5 times as long."""
-
-    deviation: float = 0.0
-    noise: float = 0.0
-    hiccups: float = 0.0
-
-
 class Machine:
-    """Steps of the modes of a decoder."""
+    """Steps of the modes of `DECODER`, each of which deviates from its recorded times by at most `deviation`;
+    `noise`: by how much a step may be longer."""
 
-    def __init__(self, decoder: IsdDecoder, seed: int, disturbances: Disturbances) -> None:
-        self.decoder, self.modes, self.widths = decoder, decoder.modes, rows_by_mode(decoder, 0)
-        self.rng, self._noise = random.Random(seed), disturbances
-        maximum = disturbances.deviation
-        self.factors = [1 + self.rng.uniform(-maximum, maximum) for _ in self.modes]
+    def __init__(self, seed: int, *, deviation: float = 0.03, noise: float = 0.02) -> None:
+        self.rng, self._noise = random.Random(seed), noise
+        self.factors = [1 + self.rng.uniform(-deviation, deviation) for _ in MODES]
         self._times = recorded_times()
 
     def seconds(self, mode: int, load: StepLoad) -> float:
         """Of an undisturbed step."""
-        own = self._times.seconds(
-            self.modes[mode], self.widths[mode], load.num_sequences, load.num_prompt_rows
-        )
+        own = self._times.seconds(MODES[mode], WIDTHS[mode], load.num_sequences, load.num_prompt_rows)
         return self.factors[mode] * own + load.num_slots * SLOT_SECONDS
 
     def disturbed(self, seconds: float) -> float:
         """What such a step takes this time."""
-        noise = self._noise
-        if self.rng.random() < noise.hiccups:
-            return seconds * self.rng.uniform(1, 1.5)
-        return seconds * self.rng.uniform(1, 1 + noise.noise)
+        return seconds * self.rng.uniform(1, 1 + self._noise)
 
     def warmed(self, *, error: float = 0.02, slot_error: float = 1.25) -> StepTimes:
         """What a warm-up measures, with errors, and contexts guessed too slow."""
         measured = {
-            (mode, 1 << k): self._times.seconds(self.modes[mode], width, 1 << k)
+            (mode, 1 << k): self._times.seconds(MODES[mode], width, 1 << k)
             * self.rng.uniform(1 - error, 1 + error)
-            for mode, width in enumerate(self.widths)
+            for mode, width in enumerate(WIDTHS)
             for k in range(9)
             if width << k <= MAX_TIMED_ROWS
         }
-        return StepTimes(measured=measured, widths=self.widths, seconds_per_slot=slot_error * SLOT_SECONDS)
+        return StepTimes(measured=measured, widths=WIDTHS, seconds_per_slot=slot_error * SLOT_SECONDS)

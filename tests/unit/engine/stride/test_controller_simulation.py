@@ -1,7 +1,4 @@
-"""The stride controller on a machine made of recorded step times: after a warm-up, it is near the best mode.
-
-Time is a curve over rows plus the reading of contexts, both from the recorded steps of an H200 with
-Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show."""
+"""The stride controller on a machine of recorded step times: after a warm-up, it is near the best mode."""
 
 from __future__ import annotations
 
@@ -10,22 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.decoders.isd import SCORE_RATE
 from idlm.infer.runtime.stride_controller import StepLoad, StrideController
-from tests.unit.engine.stride import simulation
-from tests.unit.engine.stride.simulation import CONTEXT, Disturbances, decoder_of
+from tests.unit.engine.stride.simulation import CONTEXT, DECODER, MODES, WIDTHS, Machine
 
-DECODER = decoder_of(8, "tree")
-MODES, WIDTHS, tokens_of = DECODER.modes, rows_by_mode(DECODER, 0), DECODER.tokens_per_forward
 SETTLING, MEASURED = 50, 150
-
-
-class Machine(simulation.Machine):
-    """Steps that take what the recorded ones do, times a factor of each mode that no warm-up sees."""
-
-    def __init__(self, seed: int, *, deviation: float = 0.03, noise: float = 0.02) -> None:
-        super().__init__(DECODER, seed, Disturbances(deviation=deviation, noise=noise))
+tokens_of = DECODER.tokens_per_forward
 
 
 def _tokens(mode: int, high: float, low: float | None = None) -> float:
