@@ -25,6 +25,8 @@ from idlm.infer.state.page_pool import PagePool, PrefixCache
 VOCAB = 3
 STOP_ID = 2
 MAX_ANSWER = 14
+MAX_LENGTH = 40
+"""Of prompt and answer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +99,10 @@ class _Pool(PagePool):
 
 
 class Simulation:
-    """One engine without a model. `max_length` bounds prompt and answer together."""
+    """One engine without a model."""
 
-    def __init__(self, world: World, rng: random.Random, *, max_length: int) -> None:
-        self.world, self.rng, self.max_length = world, rng, max_length
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
         kind = _Forgetful if world.invalidate else PrefixCache
         cache = kind() if world.has_cache else None
         if isinstance(cache, _Forgetful):
@@ -109,7 +111,7 @@ class Simulation:
             num_pages=world.num_pages,
             page_size=world.page_size,
             num_lanes=world.num_lanes,
-            max_slots=max_length + world.width,
+            max_slots=MAX_LENGTH + world.width,
             device=torch.device("cpu"),
             cache=cache,
         )
@@ -134,7 +136,7 @@ class Simulation:
             stop_ids = frozenset({STOP_ID} if self.rng.random() < 0.5 else ())
             max_tokens = self.rng.randint(1, MAX_ANSWER)
             params = SamplingParams(max_tokens=max_tokens, seed=seed, n=num_samples)
-            max_length = min(len(prompt_ids) + max_tokens, self.max_length, capacity)
+            max_length = min(len(prompt_ids) + max_tokens, MAX_LENGTH, capacity)
             request = Request(
                 request_id=f"r{len(self.finished)}-{len(self.active)}",
                 index=index,
@@ -257,13 +259,12 @@ class Simulation:
             self.scheduler.retire(request)
 
 
-def simulate(world: World, seed: int, *, num_prompts: int = 40, disturbed: bool = True) -> Simulation:
+def simulate(world: World, seed: int) -> Simulation:
     """Prompts from few beginnings, samples, aborts and failures, until all are done; asserts the answers."""
     rng = random.Random(seed)
-    simulation = Simulation(world, rng, max_length=40)
+    simulation, waiting = Simulation(world, rng), 40
     beginnings = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 18))] for _ in range(3)]
     beginnings += [beginnings[0] + [rng.randrange(VOCAB)] * world.page_size, beginnings[1][1:]]
-    waiting = num_prompts
     while waiting or simulation.active:
         while waiting and len(simulation.active) < 2 * world.num_lanes:
             waiting -= 1
@@ -271,9 +272,9 @@ def simulate(world: World, seed: int, *, num_prompts: int = 40, disturbed: bool 
             prompt_ids = (rng.choice(beginnings) + tail)[:24] or [0]
             simulation.add(prompt_ids, seed=rng.randrange(2), num_samples=rng.choice((1, 1, 1, 3)))
         simulation.step()
-        if disturbed and simulation.active and rng.random() < 0.05:
+        if simulation.active and rng.random() < 0.05:
             simulation.abort(rng.choice(simulation.active))
-        if disturbed and rng.random() < 0.01:
+        if rng.random() < 0.01:
             simulation.fail()
         check_pages(simulation.pool)
     simulation._book(0)

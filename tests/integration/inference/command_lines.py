@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def interrupt_after(
-    monkeypatch: pytest.MonkeyPatch, num_steps: int, error: Callable[[], BaseException] = KeyboardInterrupt
-) -> None:
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     """Make the tested engine raise after `num_steps` passes; the reference engine continues."""
     run_step, count = Engine.run_step, 0
 
@@ -61,7 +58,7 @@ def interrupt_after(
         nonlocal count
         count += engine is not reference()
         if count > num_steps and engine is not reference():
-            raise error()
+            raise KeyboardInterrupt
         return run_step(engine)
 
     monkeypatch.setattr(Engine, "run_step", passing)

@@ -146,7 +146,7 @@ def test_a_preempted_sequence_comes_back_to_its_own_pages() -> None:
             num_inflight_steps=0,
             has_cache=has_cache,
         )
-        simulation = Simulation(world, random.Random(5), max_length=40)
+        simulation = Simulation(world, random.Random(5))
         for i in range(8):
             simulation.add([10 + i] * 16, seed=i)
         while simulation.active:

@@ -34,10 +34,7 @@ BLOCKS = KVWritePolicy(kind="block", block_size=48)
 
 
 def scheduler_of(
-    budget: int,
-    costs: PassCosts | None = QWEN3_8B,
-    policy: KVWritePolicy = TOKEN_BY_TOKEN,
-    schedule: str = "latency",
+    budget: int, costs: PassCosts | None = QWEN3_8B, policy: KVWritePolicy = TOKEN_BY_TOKEN
 ) -> Scheduler:
     pool = PagePool(
         num_pages=4096, page_size=16, num_lanes=LANES, max_slots=9000, device=torch.device("cpu"), cache=None
@@ -50,7 +47,7 @@ def scheduler_of(
         max_emitted=1,
         kv_policy=policy,
         costs=costs,
-        max_slowdown=MAX_SLOWDOWNS[schedule],
+        max_slowdown=MAX_SLOWDOWNS["latency"],
     )
 
 
