@@ -16,6 +16,7 @@ import torch
 
 from idlm.checkpoint import foreign_files
 from idlm.config.project import install_command
+from idlm.config.schema import walk
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, find_files
@@ -76,15 +77,6 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """(text, check, keys) of numbers; those that are null have no range."""
 CHOSEN = ("train.batch_size", "train.max_length", "train.learning_rate")
 """0 in these means that `train.sizes=auto` chooses."""
-PATHS = {
-    "output_dir": "name a folder",
-    "model.path": "name a checkpoint directory",
-    "model.tokenizer": "name a directory, or leave it out",
-    "data.path": "name a file, a folder or a pattern",
-    "data.cache_dir": "name a folder, or leave it out",
-    "eval.path": "name a file, or leave it out",
-    "train.deepspeed": "name a file, or leave it out",
-}
 
 
 def check_config(config: TrainConfig) -> None:
@@ -124,10 +116,10 @@ def _tracker_problems(config: TrainConfig) -> Iterator[str]:
 
 def _path_problems(config: TrainConfig) -> Iterator[str]:
     # pathlib takes a blank path, such as an unset shell variable leaves, for the current folder.
-    for key, what in PATHS.items():
-        path = value_of(config, key)
+    for key, _, field, default in walk(TrainConfig):
+        path = value_of(config, key) if field.metadata.get("is_path") else None
         if path is not None and not path.strip():
-            yield f"{key} is empty: {what}"
+            yield f"{key} is empty: name a file or a folder{', or leave it out' if default is None else ''}"
     target = Path(config.output_dir).absolute()
     existing = next(path for path in (target, *target.parents) if path.exists())
     if not existing.is_dir():
