@@ -14,6 +14,7 @@ from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, make_encoder
 from tests.small_tokenizers import CHATML, save_byte_level
+from tests.unit.data.cached import config_of, write_lines
 
 MASK = 340
 GOOD = {"prompt": "a", "response": "b"}
@@ -23,11 +24,10 @@ Settings = dict[str, Any]
 
 def answer(folder: Path, records: list[Any], settings: Settings) -> UserError | None:
     """Why training refuses these records; None where it reads them."""
-    path = folder / "data.jsonl"
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    path = write_lines(folder / "data.jsonl", *records)
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
-    config = DataConfig(path=str(path), cache_dir=str(folder / "cache"), workers=1, **settings)
+    config = config_of(path, workers=1, **settings)
     try:
         source = SOURCES.get(config.source)(config, make_encoder(config, tokenizer, MASK))
         for index in range(source.num_samples or 0):

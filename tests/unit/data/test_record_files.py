@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.data import DataConfig
-from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.data.base import Encoder
 from tests.small_tokenizers import save_byte_level
+from tests.unit.data.cached import read, write_lines
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<|im_start|>{{ tool | tojson }}<|im_end|>{% endfor %}"
@@ -31,23 +30,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
 
 
-def read(path: Path, source: str, encoder: Encoder, **settings: Any) -> Any:
-    config = DataConfig(
-        source=source, path=str(path), cache_dir=str(path.parent / "cache"), workers=0, **settings
-    )
-    return SOURCES.get(source)(config, encoder)
-
-
 def texts(source: Any, encoder: Encoder) -> list[str]:
     return [encoder.tokenizer.decode(source.sample(index).token_ids) for index in range(source.num_samples)]
 
 
 def written(folder: Path, records: list[dict[str, Any]]) -> list[tuple[Path, str]]:
     """The records as JSON lines, Parquet, a saved dataset, and a folder that `datasets` converts."""
-    (folder / "folder").mkdir()
-    lines = "\n".join(json.dumps(record) for record in records)
     for path in (folder / "a.jsonl", folder / "folder" / "train.jsonl"):
-        path.write_text(lines)
+        write_lines(path, *records)
     parquet.write_table(pyarrow.Table.from_pylist(records), folder / "a.parquet")
     datasets.Dataset.from_list(records).save_to_disk(str(folder / "saved"))
     names = {"a.jsonl": "jsonl", "a.parquet": "parquet", "saved": "hf", "folder": "hf"}
@@ -80,7 +70,8 @@ def test_structures_have_no_keys_of_other_records(tmp_path: Path, encoder: Encod
     # A dataset has no structure without keys.
     records[2]["tools"] = []
     found = {
-        path.name: texts(read(path, source, encoder), encoder) for path, source in written(tmp_path, records)
+        path.name: texts(read(path, encoder, source=source), encoder)
+        for path, source in written(tmp_path, records)
     }
     assert found["a.jsonl"][1].count('"x"') == 2 and "null" not in "".join(found["a.jsonl"])
     for name, given in found.items():
@@ -91,7 +82,7 @@ def test_columns_that_are_not_loaded_are_counted(tmp_path: Path, encoder: Encode
     chat = [{"role": "user", "content": "a", "mood": "glad"}, {"role": "assistant", "content": "b"}]
     records = [{"messages": chat, "prompt": "a", "score": 1.5, "source": "x"} for _ in range(3)]
     for path, source in written(tmp_path, records):
-        header = read(path, source, encoder).header
+        header = read(path, encoder, source=source).header
         assert header["shapes"] == {"messages": 3}
         assert header["ignored"] == dict.fromkeys(("prompt", "score", "source", "messages[].mood"), 3), path
 
@@ -99,7 +90,7 @@ def test_columns_that_are_not_loaded_are_counted(tmp_path: Path, encoder: Encode
 def test_sequences_of_older_datasets_are_turns(tmp_path: Path, encoder: Encoder) -> None:
     turns = {"role": ["user", "assistant"], "content": ["a", "b"]}
     found = [
-        texts(read(path, source, encoder), encoder)
+        texts(read(path, encoder, source=source), encoder)
         for path, source in written(tmp_path, [{"conversation": turns}])
     ]
     assert found == [["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"]] * 4

@@ -16,43 +16,33 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.log import note_progress, progress_count
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import data_problems
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.data import build, cache
-from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.data.base import Encoder
 from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
 from idlm.train.distributed import collectives as waiting
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
+from tests.unit.data import cached
+from tests.unit.data.cached import read, write_lines
 
 TOKENS_PER_SECOND = 296_000
 NUM_RECORDS = 60
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return Encoder(load_tokenizer(directory), mask_token_id=None, use_chat_template=True)
+@pytest.fixture
+def encoder(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
 
 
 def config_of(folder: Path, **changes: Any) -> DataConfig:
+    records = [{"prompt": f"Sam has {i}.", "response": "1" * (10 + i % 7)} for i in range(NUM_RECORDS)]
+    records[20]["response"] = ""
     path = folder / "a.jsonl"
-    if not path.exists():
-        records = [{"prompt": f"Sam has {i}.", "response": "1" * (10 + i % 7)} for i in range(NUM_RECORDS)]
-        records[20]["response"] = ""
-        path.write_text("\n".join(json.dumps(record) for record in records))
-    values = {"on_bad_record": "skip", "cache_dir": str(folder / "cache")} | changes
-    return DataConfig(path=str(path), **values)
-
-
-def read(config: DataConfig, encoder: Encoder) -> CachedSource:
-    source = SOURCES.get("jsonl")(config, encoder)
-    assert isinstance(source, CachedSource)
-    return source
+    path = path if path.exists() else write_lines(path, *records)
+    return cached.config_of(path, **{"on_bad_record": "skip"} | changes)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None, error: Any = None) -> list[int]:

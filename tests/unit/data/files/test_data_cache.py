@@ -4,7 +4,6 @@ number of processes; and the figures and plans that are made from it."""
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 from pathlib import Path
@@ -16,28 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idlm.errors import UserError
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import EvalConfig, LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data import build, cache
-from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.cache import CachedSource
+from idlm.train.data.base import Encoder
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
 from idlm.train.data.packing import held_out_flags, split
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 from idlm.train.prepare import remember_data
+from tests.unit.data.cached import config_of, contents, read, write_lines
 
 MASK = 190
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return load_tokenizer(directory)
 
 
 def encoder_of(tokenizer, **changes: Any) -> Encoder:
@@ -48,23 +37,7 @@ def write(path: Path, num: int, *, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     texts = ["1" * int(length) for length in rng.integers(1, 60, size=num)]
     records = [{"prompt": f"Sam has {i}.", "response": text} for i, text in enumerate(texts)]
-    path.write_text("\n".join(json.dumps(record) for record in records))
-    return path
-
-
-def config_of(path: Path, **changes: Any) -> DataConfig:
-    return DataConfig(path=str(path), cache_dir=str(path.parent / "cache"), **changes)
-
-
-def read(config: DataConfig, encoder: Encoder) -> CachedSource:
-    source = SOURCES.get(config.source)(config, encoder)
-    assert isinstance(source, CachedSource)
-    return source
-
-
-def contents(source: CachedSource) -> list[tuple[list[int], list[bool]]]:
-    samples = [source.sample(index) for index in range(source.num_samples or 0)]
-    return [(sample.token_ids.tolist(), sample.supervised.tolist()) for sample in samples]
+    return write_lines(path, *records)
 
 
 def test_a_cache_is_found_again_until_something_changes(tmp_path: Path, tokenizer, monkeypatch) -> None:
@@ -246,8 +219,7 @@ def test_pieces_predict_every_token_but_the_first_once(
 
 
 def test_all_pieces_of_a_split_corpus_are_trained(tmp_path: Path, tokenizer) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": "1" * num}) for num in (300, 20, 95)))
+    path = write_lines(tmp_path / "a.jsonl", *({"text": "1" * num} for num in (300, 20, 95)))
     dataset = dataset_of(read(config_of(path), encoder_of(tokenizer)), overlong="split", row_length=80)
     rows = len(dataset.rows)
     targets = [int((dataset[item]["labels"] >= 0).sum()) for item in range(rows)]
@@ -316,8 +288,7 @@ def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokeniz
     def messages(number: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "2"}] * 3
 
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": messages(number)}) for number in range(40)))
+    path = write_lines(tmp_path / "a.jsonl", *({"messages": messages(number)} for number in range(40)))
     source = read(config_of(path), encoder_of(tokenizer, turns="each", use_chat_template=True))
     assert source.num_samples == 120
     flags = held_out_flags(EvalConfig(every=1, holdout=0.2), source, seed=0)

@@ -22,14 +22,12 @@ from torch.utils.data import Dataset
 from idlm.errors import UserError
 from idlm.files.paths import likely_encoding
 from idlm.files.records import SUFFIXES, find_files, search
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import load_tokenizer
 from idlm.train.checkpoint.save import SavingTrainer
-from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
-from idlm.train.data.sources.jsonl import JsonlReader, jsonl_source
+from idlm.train.data.sources.jsonl import JsonlReader
 from idlm.train.loop.trainer import IdlmTrainer
+from tests.unit.data.cached import read
 
 RECORD = {"prompt": "a", "response": "b"}
 LINE = json.dumps(RECORD) + "\n"
@@ -44,13 +42,6 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": lambda data: bytes(pyarrow.compress(data, codec="zstd", asbytes=True)),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return load_tokenizer(directory)
 
 
 def written(path: Path, content: str | bytes = LINE) -> Path:
@@ -99,10 +90,10 @@ def test_the_plan_folds_the_names_of_many_files(tmp_path: Path) -> None:
 def test_moved_data_is_named_where_it_lies_now(tmp_path: Path, tokenizer: Any) -> None:
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     path = written(tmp_path / "old" / "a.jsonl", '{"text": "Sam has 1."}')
-    first = jsonl_source(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    first = read(path, encoder, cache_dir=str(tmp_path / "cache"))
     (tmp_path / "old").rename(tmp_path / "new")
     path = tmp_path / "new" / "a.jsonl"
-    second = jsonl_source(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    second = read(path, encoder, cache_dir=str(tmp_path / "cache"))
     assert second.directory == first.directory, "it is not tokenised again"
     assert second.origin(0) == f"{path}:1"
 

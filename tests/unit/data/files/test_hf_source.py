@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from idlm.errors import UserError
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
 from idlm.train.config.schema import EvalConfig, TrainConfig
-from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.data.base import Encoder
+from tests.unit.data.cached import config_of, read, write_lines
 
 MASK = 190
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return Encoder(load_tokenizer(directory), mask_token_id=MASK, use_chat_template=True)
-
-
-def read(config: DataConfig, encoder: Encoder) -> Any:
-    return SOURCES.get(config.source)(config, encoder)
+@pytest.fixture
+def encoder(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer, mask_token_id=MASK, use_chat_template=True)
 
 
 def lines(path: Path, *texts: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_lines(path, *({"text": text} for text in texts))
 
 
 def test_a_folder_of_data_files_is_converted_under_the_data_cache(
@@ -43,10 +33,8 @@ def test_a_folder_of_data_files_is_converted_under_the_data_cache(
 
     home = tmp_path / "home"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Sam has {i}."}) for i in range(3)))
-    config = DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache"))
+    folder = lines(tmp_path / "folder" / "train.jsonl", "Sam has 1.", "Sam has 2.", "Sam has 3.").parent
+    config = config_of(folder, source="hf")
     first = read(config, encoder)
     assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
     assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()

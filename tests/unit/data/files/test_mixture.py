@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, SourceConfig
 from idlm.train.config.schema import EvalConfig, TrainConfig
@@ -24,24 +21,16 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.packing import held_out_flags
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from tests.unit.data.cached import write_lines
 from tests.unit.data.files.test_data_cache import MASK, encoder_of, write
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return load_tokenizer(directory)
-
-
-def write_texts(path: Path, num: int) -> Path:
-    path.write_text("\n".join(json.dumps({"text": f"Lea has {i}."}) for i in range(num)))
-    return path
 
 
 def mixture(folder: Path, tokenizer, *, weights: tuple[float, float] = (1.0, 3.0)) -> MixedSource:
     """40 pairs and 60 texts."""
-    parts = [write(folder / "a.jsonl", 40), write_texts(folder / "b.jsonl", 60)]
+    parts = [
+        write(folder / "a.jsonl", 40),
+        write_lines(folder / "b.jsonl", *({"text": f"Lea has {i}."} for i in range(60))),
+    ]
     sources = [SourceConfig(path=str(p), weight=w) for p, w in zip(parts, weights, strict=True)]
     data = DataConfig(sources=sources, cache_dir=str(folder / "cache"))
     source = open_source(data, encoder_of(tokenizer), output_dir=str(folder / "out"))

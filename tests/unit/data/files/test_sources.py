@@ -16,11 +16,11 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.tokenizer import save_tokenizer
-from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
+from idlm.text.tokenizer import encode_messages, encode_prompt
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder
+from tests.unit.data.cached import config_of, contents, read, write_lines
 from tests.unit.task_encoder import TaskEncoder
 
 MASK = 190
@@ -41,35 +41,17 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return load_tokenizer(directory)
-
-
 @pytest.fixture
 def encoder(tokenizer) -> Encoder:
     return Encoder(tokenizer, mask_token_id=MASK, use_chat_template=True)
 
 
-def jsonl(tmp_path: Path, *lines: object, **settings: Any) -> DataConfig:
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), **settings)
-
-
-def read(config: DataConfig, encoder: Encoder):
-    return SOURCES.get(config.source)(config, encoder)
+def jsonl(folder: Path, *lines: object, **settings: Any) -> DataConfig:
+    return config_of(write_lines(folder / "data.jsonl", *lines), **settings)
 
 
 def supervised_text(tokenizer, sample) -> str:
     return tokenizer.decode(sample.token_ids[sample.supervised])
-
-
-def contents(source) -> list[tuple[list[int], list[bool]]]:
-    samples = [source.sample(index) for index in range(source.num_samples)]
-    return [(sample.token_ids.tolist(), sample.supervised.tolist()) for sample in samples]
 
 
 def test_task_samples_supervise_the_response_and_its_eos(tokenizer, encoder: Encoder) -> None:
@@ -124,26 +106,20 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
     text = "[\n" + ",\n".join(json.dumps(good) for _ in range(3)) + ",\n\n" + '{"prompt": "Sam"}\n]'
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json:4 "):
-        read(DataConfig(path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache")), encoder)
+        read(tmp_path / "a.json", encoder)
     (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
     with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*line 6"):
-        read(
-            DataConfig(
-                path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache"), on_bad_record="skip"
-            ),
-            encoder,
-        )
+        read(tmp_path / "a.json", encoder, on_bad_record="skip")
 
 
 def test_a_table_is_refused_with_the_command_that_converts_it(tmp_path: Path, encoder: Encoder) -> None:
     table = tmp_path / "a table.csv"
     table.write_text('prompt,response\n"Sam has 1, Mia 2",3\n')
-    cache = str(tmp_path / "cache")
     with pytest.raises(UserError, match="IDLM-0201.*csv:1 ") as caught:
-        read(DataConfig(path=str(table), cache_dir=cache), encoder)
+        read(table, encoder)
     command = caught.value.fix.partition(": ")[2].replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True)
-    assert read(DataConfig(path=f"{table}.jsonl", cache_dir=cache), encoder).num_samples == 1
+    assert read(tmp_path / "a table.csv.jsonl", encoder).num_samples == 1
 
 
 BAD_LINES = [
@@ -237,23 +213,23 @@ def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokeniz
 
 def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Encoder) -> None:
     with pytest.raises(UserError, match=r"IDLM-0209.*absent\.jsonl"):
-        read(DataConfig(path=str(tmp_path / "absent.jsonl")), encoder)
+        read(tmp_path / "absent.jsonl", encoder)
     with pytest.raises(UserError, match=r"IDLM-0209.*no file matches"):
-        read(DataConfig(path=str(tmp_path / "*.jsonl")), encoder)
+        read(tmp_path / "*.jsonl", encoder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"IDLM-0209.*has no file that ends in"):
-        read(DataConfig(path=str(tmp_path / "empty")), encoder)
+        read(tmp_path / "empty", encoder)
     with pytest.raises(UserError, match="IDLM-0208"):
         read(jsonl(tmp_path, ""), encoder)
     whole = gzip.compress(b"\n".join(json.dumps({"text": f"Sam has {i}."}).encode() for i in range(500)))
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"IDLM-0231.*cut\.jsonl\.gz"):
-        read(DataConfig(path=str(cut), cache_dir=str(tmp_path / "cache"), on_bad_record="skip"), encoder)
+        read(cut, encoder, on_bad_record="skip")
     table = tmp_path / "bad.parquet"
     table.write_bytes(b"PAR1 but not really PAR1")
     with pytest.raises(UserError, match=r"IDLM-0231.*bad\.parquet"):
-        read(DataConfig(source="parquet", path=str(table), cache_dir=str(tmp_path / "cache")), encoder)
+        read(table, encoder, source="parquet")
 
 
 def test_what_may_not_be_read_is_named(
@@ -280,7 +256,7 @@ def test_what_may_not_be_read_is_named(
 def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encoder) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.jsonl"))
     path.write_text('{"text": "Sam has 1."}')
-    source = read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    source = read(path, encoder)
     source.sample(0).origin.encode()
     assert r"a\xff.jsonl:1" in source.sample(0).origin
 
@@ -293,8 +269,8 @@ def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: En
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+            read(path, encoder)
     for number, name in enumerate(("a.json", "a.jsonl", "records")):
         path = tmp_path / name
         path.write_text(json.dumps([{"text": "Sam"}] * 2, indent=number))
-        assert read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder).num_samples == 2
+        assert read(path, encoder).num_samples == 2
