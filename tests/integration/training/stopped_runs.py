@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from idlm.train import cli
 from idlm.train.loop.trainer import IdlmTrainer
 from tests.interrupts import ctrl_c_raises
 
@@ -31,6 +32,13 @@ def ctrl_c_after(num_steps: int) -> Iterator[None]:
     with ctrl_c_raises(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(IdlmTrainer, "training_step", interrupted)
         yield
+
+
+def train_with_a_stop(arguments: list[str], *, after: int) -> None:
+    """A run that Ctrl-C ends in the step behind the first `after`, and that is started again."""
+    with ctrl_c_after(after):
+        assert cli.main(arguments) == 130
+    assert cli.main(arguments) == 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from idlm.checkpoint import verify
 from idlm.semantics import Semantics
 from idlm.train import cli
-from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
+from tests.integration.training.stopped_runs import assert_same_weights, train_with_a_stop
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
 
@@ -41,9 +41,7 @@ def losses_of(output: Path) -> list[tuple[int, float, list[float]]]:
 def test_a_run_resumes_bitwise_and_exports_what_it_means(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert cli.main(arguments(whole)) == 0
-    with ctrl_c_after(2):
-        assert cli.main(arguments(stopped)) == 130
-    assert cli.main([*arguments(stopped), "resume=auto"]) == 0
+    train_with_a_stop(arguments(stopped), after=2)
     assert losses_of(stopped) == losses_of(whole)
     assert [acceptance for _, _, acceptance in losses_of(whole)] == [[]] * len(losses_of(whole))
     assert_same_weights(whole / "model.safetensors", stopped / "model.safetensors")

@@ -14,7 +14,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.semantics import Semantics
 from idlm.train import cli
-from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
+from tests.integration.training.stopped_runs import assert_same_weights, train_with_a_stop
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
 PROMPT = "Mia has 5 nuts. Mia breaks 2. How many nuts does Mia have?"
@@ -47,9 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_resumes_bitwise_and_exports_what_it_means(trained: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
-    with ctrl_c_after(1):
-        assert cli.main(arguments(stopped)) == 130
-    assert cli.main([*arguments(stopped), "resume=auto"]) == 0
+    train_with_a_stop(arguments(stopped), after=1)
     assert_same_weights(trained / "model.safetensors", stopped / "model.safetensors")
     verify(trained)
     assert Semantics.load(trained) == Semantics(

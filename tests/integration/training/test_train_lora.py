@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.model.load import random_model
-from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
+from tests.integration.training.stopped_runs import assert_same_weights, train_with_a_stop
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import tiny_config
 
@@ -77,13 +78,14 @@ def test_the_result_is_an_adapter_of_the_base(finished: Path, base: Path) -> Non
     assert start and all("lora_" in name for name in start), "a checkpoint holds no frozen weight"
 
 
-def test_generation_is_the_bases(finished: Path, base: Path) -> None:
+def answers(model: Path, decoder: str | None = None) -> list[tuple[Any, str]]:
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
-    for decoder in ("isd", "ar"):
-        done = Engine.from_pretrained(finished, decoder, device="cpu").generate(PROMPTS, greedy)
-        assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-        assert [c.text for c in done] == [c.text for c in expected]
+    done = Engine.from_pretrained(model, decoder, device="cpu").generate(PROMPTS, greedy)
+    return [(one.token_ids, one.text) for one in done]
+
+
+def test_generation_is_the_bases(finished: Path, base: Path) -> None:
+    assert answers(finished, "isd") == answers(finished, "ar") == answers(base, "ar")
 
 
 def test_the_command_line_finds_a_base_that_has_moved(
@@ -108,9 +110,7 @@ def test_the_command_line_finds_a_base_that_has_moved(
 
 def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with ctrl_c_after(2):
-        assert cli.main(lora_arguments(base, output)) == 130
-    assert cli.main([*lora_arguments(base, output), "resume=auto"]) == 0
+    train_with_a_stop(lora_arguments(base, output), after=2)
     assert metrics_of(output) == metrics_of(finished)
     assert_same_weights(finished / WEIGHTS_FILE, output / WEIGHTS_FILE)
 
@@ -124,10 +124,7 @@ def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
     assert Semantics.load(output).mask_token_id == num_rows
     row_D = load_file(output / WEIGHTS_FILE)[MASK_ROW]
     assert not torch.equal(row_D, load_file(base / "model.safetensors")["model.embed_tokens.weight"].mean(0))
-    greedy = SamplingParams(temperature=0, max_tokens=10)
-    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
-    done = Engine.from_pretrained(output, device="cpu").generate(PROMPTS, greedy)
-    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert answers(output) == answers(base, "ar")
 
 
 @pytest.mark.sweep
@@ -140,19 +137,14 @@ def test_random_ids_in_place_of_masks_are_the_same_after_a_stop(
     output, whole = tmp_path / "out", tmp_path / "whole"
     assert cli.main([*lora_arguments(base, whole, **changes), "dry_run=true"]) == 0
     assert "random ids in [1, 60) in place of a mask token" in capsys.readouterr().out
-    with ctrl_c_after(3):
-        assert cli.main(lora_arguments(base, output, **changes)) == 130
-    assert cli.main(lora_arguments(base, output, **changes)) == 0
+    train_with_a_stop(lora_arguments(base, output, **changes), after=3)
     assert cli.main(lora_arguments(base, whole, **changes)) == 0
     assert metrics_of(output) == metrics_of(whole)
     assert_same_weights(whole / WEIGHTS_FILE, output / WEIGHTS_FILE)
     semantics = Semantics.load(output)
     assert (semantics.noise_range, semantics.mask_token_id, semantics.stride) == ((1, 60), None, 16)
     assert "random ids in [1, 60)" in (output / "README.md").read_text()
-    greedy = SamplingParams(temperature=0, max_tokens=10)
-    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
-    done = Engine.from_pretrained(output, device="cpu").generate(PROMPTS, greedy)
-    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert answers(output) == answers(base, "ar")
     assert (
         cli.main(lora_arguments(base, tmp_path / "far", **changes | {"train.noise_range": "[1, 900]"})) == 2
     )
@@ -174,9 +166,7 @@ def test_an_adapter_without_a_gate_is_published_as_a_whole_checkpoint(
 ) -> None:
     output, merging = tmp_path / "out", {"adapter.gated": "false", "export.merge": "true"}
     changes = merging | {"objective": objective, "train.save_every": 3, "train.learning_rate": 0.01}
-    with ctrl_c_after(3):
-        assert cli.main(lora_arguments(base, output, **changes)) == 130
-    assert cli.main(lora_arguments(base, output, **changes)) == 0
+    train_with_a_stop(lora_arguments(base, output, **changes), after=3)
     whole = tmp_path / "whole"
     assert cli.main(lora_arguments(base, whole, **changes)) == 0
     assert metrics_of(output) == metrics_of(whole)
