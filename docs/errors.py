@@ -97,6 +97,8 @@ def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Raised]:
         text = text_of(message, local)
         if text == GAP and not (isinstance(node.func, ast.Name) and node.func.id == "UserError"):
             text = "cannot open ..."
+        if isinstance(node.func, ast.Name) and node.func.id == "naming":
+            text += f": {GAP}"
         yield Raised(text_of(node.args[0], {}), text, text_of(fix, local))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,20 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Of what it was made: processes of a pool send exceptions."""
         return partial(type(self), fix=self.fix), (self.code, self.message)
+
+
+@contextmanager
+def naming(
+    code: str, what: str, *, fix: str, of: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Inside, an exception `of` these types becomes UserError `code`: `what`, with the exception. Those of
+    libraries and models have no common base class."""
+    try:
+        yield
+    except UserError:
+        raise
+    except of as error:
+        raise UserError(code, f"{what}: {type(error).__name__}: {error}", fix=fix) from error
 
 
 def some_of(names: Sequence[str]) -> str:

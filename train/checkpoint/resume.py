@@ -25,7 +25,7 @@ import yaml
 
 from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.config.compose import yaml_text
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 from idlm.files.disk import cannot_save, release_lock, replace_text, take_lock
 from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
 from idlm.publish import clear_stale
@@ -238,14 +238,10 @@ def require_same_config(config: TrainConfig, run: Path) -> None:
     path = run / CONFIG_FILE
     if not path.is_file():
         return
-    try:
+    fix = "restore the file, or delete it to resume without comparing the configuration"
+    causes = (yaml.YAMLError, ValueError, RecursionError, OSError)
+    with naming("IDLM-0303", f"{path} cannot be read as YAML", fix=fix, of=causes):
         stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise UserError(
-            "IDLM-0303",
-            f"{path} cannot be read as YAML: {type(error).__name__}: {error}",
-            fix="restore the file, or delete it to resume without comparing the configuration",
-        ) from error
     stored = stored if isinstance(stored, dict) else {}
     # An earlier version did what is the default of an option that it did not have.
     defaults = asdict(TrainConfig(adapter=AdapterConfig()))

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 from idlm.masks import RowMeta
 from idlm.text.tokenizer import num_token_ids, special_token_ids
 from idlm.train.distributed.deepspeed import gathered, whole_shape
@@ -260,12 +260,14 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _naming(f"{name} does not run by itself: config.json may be wrong for it"):
+        alone = f"{name} does not run by itself: config.json may be wrong for it"
+        with torch.no_grad(), naming("IDLM-0505", alone, fix=FIX):
             own = _own_logits(model, ids_BT)
         if not bool(own.isfinite().all()):
             why = f"the logits of {name} are not finite"
             raise UserError("IDLM-0505", why, fix="restore the base's weights")
-        with torch.no_grad(), _naming(f"{name} does not run under a prepared attention mask"):
+        masked = f"{name} does not run under a prepared attention mask"
+        with torch.no_grad(), naming("IDLM-0505", masked, fix=FIX):
             packed = _packed_logits(model, head, ids_BT, attention)
         is_exact = model.dtype == torch.float32 and device.type == "cpu"
         allowed = float(own.abs().max().clamp_min(1.0)) * (TOLERANCE if is_exact else ROUGH_TOLERANCE)
@@ -278,23 +280,12 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
             model.train()
             # Dropout draws numbers, and those of the run are not to change.
             devices = [device] if device.type == "cuda" else []
-            with torch.random.fork_rng(devices), _naming(f"{name} does not run in training mode"):
+            training = f"{name} does not run in training mode"
+            with torch.random.fork_rng(devices), naming("IDLM-0505", training, fix=FIX):
                 _packed_logits(model, head, ids_BT, attention).sum().backward()
             model.zero_grad()
     finally:
         model.train(was_training)
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Inside, an exception of the model becomes a UserError that begins with `what`."""
-    try:
-        yield
-    except UserError:
-        raise
-    # The exceptions of models have no common base class.
-    except Exception as error:
-        raise UserError("IDLM-0505", f"{what}: {type(error).__name__}: {error}", fix=FIX) from error
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from idlm.checkpoint import read_json, refuse_impossible_counts, refuse_unknown_keys, verify
-from idlm.errors import UserError, some_of
+from idlm.errors import UserError, naming, some_of
 from idlm.log import rank
 from idlm.text.tokenizer import check_vocabulary
 from idlm.train.config.schema import TrainConfig
@@ -59,15 +59,9 @@ def base_config(path: str) -> PretrainedConfig:
             fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
         )
     check_base_config(directory)
-    try:
+    fix = "restore config.json; the architecture must be one that transformers supports"
+    with naming("IDLM-0541", f"{path}/config.json cannot be read", fix=fix):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # The exceptions that transformers raises on a damaged config.json have no common base class.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0541",
-            f"{path}/config.json cannot be read: {type(error).__name__}: {error}",
-            fix="restore config.json; the architecture must be one that transformers supports",
-        ) from error
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:

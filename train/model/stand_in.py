@@ -11,12 +11,13 @@ import copy
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 from idlm.train.model.attention import register_attention
 from idlm.train.model.checks import check_model
 from idlm.train.model.load import causal_class
@@ -54,33 +55,25 @@ def _refusal(
     config: PretrainedConfig, model_class: type[PreTrainedModel], attention: str
 ) -> UserError | None:
     try:
-        check_model(_make(config, model_class, attention), attention=attention, trains=True)
+        with _making(model_class):
+            check_model(_make(config, model_class, attention), attention=attention, trains=True)
     except UserError as error:
         return error
-    # transformers' own exceptions have no common base class.
-    except Exception as error:
-        return _unmade(model_class, error)
     return None
 
 
-def _unmade(model_class: type[PreTrainedModel], error: Exception) -> UserError:
-    made = UserError(
-        "IDLM-0541",
-        f"{model_class.__name__} cannot be made from config.json: {type(error).__name__}: {error}",
-        fix="restore config.json from its source",
-    )
-    made.__cause__ = error
-    return made
+def _making(model_class: type[PreTrainedModel]) -> AbstractContextManager[None]:
+    what = f"{model_class.__name__} cannot be made from config.json"
+    return naming("IDLM-0541", what, fix="restore config.json from its source")
 
 
 def _smaller(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Iterator[PretrainedConfig]:
     """The configuration itself if the model is small; else smaller ones, the smallest first."""
-    try:
-        if _num_elements(config, model_class) <= MAX_ELEMENTS:
-            yield copy.deepcopy(config)
-            return
-    except Exception as error:
-        raise _unmade(model_class, error) from error
+    with _making(model_class):
+        is_small = _num_elements(config, model_class) <= MAX_ELEMENTS
+    if is_small:
+        yield copy.deepcopy(config)
+        return
     for narrows, shortens in itertools.product((True, False), repeat=2):
         values = config.to_dict()
         _lower(values, type(config), narrows=narrows, shortens=shortens)

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, check_file, tensors_by_name, weight_files
-from idlm.errors import UserError, some_of
+from idlm.errors import UserError, naming, some_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -63,14 +63,9 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         )
     by_file: dict[Path, dict[str, Stored]] = {}
     for path in files:
-        try:
+        fix = "download or copy the file again"
+        with naming("IDLM-0541", f"{path} is damaged", fix=fix, of=(OSError, SafetensorError)):
             by_file[path] = _tensors(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                "IDLM-0541",
-                f"{path} is damaged: {type(error).__name__}: {error}",
-                fix="download or copy the file again",
-            ) from error
     found = tensors_by_name(directory, by_file.items())
     _refuse_copies(directory, by_file, found)
     codes = [name for name, one in found.items() if _is_code(name, one.dtype)]
