@@ -316,7 +316,7 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
     if attention in GPU_ONLY and not has_gpu:
         yield f"model.attention={attention} has no backward pass on a CPU: use auto"
     if None not in (loop.steps, loop.epochs):
-        yield "train.steps and train.epochs exclude each other"
+        yield f"train.steps={loop.steps} and train.epochs={loop.epochs} exclude each other: set one to null"
     if loop.epochs is not None and is_endless(source):
         yield f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless"
     if loop.overlong == "split" and is_endless(source):

@@ -169,6 +169,17 @@ def test_turns_without_weight_are_context(key: str, value: Any) -> None:
     assert "all 1 assistant turns have the weight 0" in refusal({"messages": [USER, ANSWER | {key: value}]})
 
 
+def test_what_may_be_a_weight_a_thought_or_a_context_is_not_dropped() -> None:
+    for key in ("is_target", "train_on", "ignore", "use_loss", "label"):
+        assert f"{key}=False" in refusal({"messages": [USER, ANSWER | {key: False}]})
+    assert read({"messages": [USER | {"target": 0}, ANSWER]})["ignored"] == {"messages[].target"}
+    assert "assistant has cot='hm'" in refusal({"messages": [USER, ANSWER | {"cot": "hm"}]})
+    for record in ({"prompt": "a", "response": "b"}, {"instruction": "a", "output": "b"}):
+        assert "rename rationale to reasoning_content" in refusal(record | {"rationale": "hm"})
+        assert read(record | {"preamble": "s"})["messages"] == [{"role": "system", "content": "s"}, *CHAT]
+    assert "context='c' next to prompt and answer" in refusal({"prompt": "a", "answer": "b", "context": "c"})
+
+
 def test_weights_beside_the_turns_and_of_other_turns() -> None:
     record = {"messages": [USER, ANSWER, *CHAT], "system": "s", "loss_mask": [None, 0, 0, 1]}
     assert read(record)["untrained"] == {2}

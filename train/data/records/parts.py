@@ -5,6 +5,7 @@ Errors name a value by its key; `build.encode` puts the record's location before
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,10 @@ CONTENT_KEYS = ("content", "value", "text")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of those parts of a content that are text."""
 
-SYSTEM_KEYS = ("system", "system_prompt", "system_message", "sys_prompt", "system_instruction")
+SYSTEM_KEYS = (
+    *("system", "system_prompt", "system_message", "system_instruction", "system_instructions"),
+    *("sys_prompt", "sysprompt", "System", "systemPrompt", "meta_instruction", "preamble"),
+)
 TOOLS_KEYS = ("tools", "functions")
 HISTORY_KEY = "history"
 TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
@@ -55,6 +59,13 @@ LISTED_WEIGHTS = {
 """Weights of a record: a list with a value for each turn, or one value."""
 TOKEN_WEIGHTS = ("train_detail", "training_detail")
 """Weights of parts of a turn."""
+
+WEIGHT_WORDS = re.compile(
+    r"(?:.*_)?(?:loss|train|trained|mask|masking|supervise|target|labels?|ignored?|skip|include|exclude)(?:_.*)?"
+)
+"""What the name of a weight has that is none of these."""
+UNREAD_THOUGHTS = ("thought", "thoughts", "think", "cot", "chain_of_thought", "rationale", "reasoning_text")
+"""Names of what may be a thought or a part of the answer."""
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS)
 """Keys of a message that are rendered, or refused where the template leaves them out."""
@@ -90,6 +101,14 @@ TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
 def unusable(problem: str, *, fix: str) -> UserError:
     """UserError IDLM-0202 about a record; `build.encode` puts its location before the problem."""
     return UserError("IDLM-0202", problem, fix=fix)
+
+
+def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
+    for key, value in present(given, UNREAD_THOUGHTS).items():
+        raise unusable(
+            f"{name} has {key}={shown(value)}, which may be a thought and is not read",
+            fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
+        )
 
 
 def shown(value: Any) -> str:

@@ -32,8 +32,10 @@ from idlm.train.data.records.parts import (
     TEMPLATE_DICT,
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
+    UNREAD_THOUGHTS,
     parsed,
     present,
+    refuse_thoughts,
     shown,
     text_of,
     unusable,
@@ -98,7 +100,7 @@ def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
             f"label={record[LABEL_KEY]}, so the response is one that is not wanted",
             fix="delete the record, or set data.on_bad_record=skip",
         )
-    for key, value in present(record, () if keys[0] == "prompt" else QUESTION_PARTS).items():
+    for key, value in present(record, CONTEXT_KEYS if keys[0] == "prompt" else QUESTION_PARTS).items():
         if key not in keys:
             raise unusable(
                 f"{key}={shown(value)} next to {' and '.join(keys)}, which is not read",
@@ -194,6 +196,7 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
     """Encode two texts, which need no chat template unless there is more."""
+    refuse_thoughts(record, "the record")
     user, assistant = plain_turns(prompt, response)
     assistant = replace(assistant, message=assistant.message | reasoning_of(record, "the record"))
     turns = _with_context(record, [user, assistant])
@@ -251,7 +254,7 @@ SHAPES: dict[str, Format] = {
         example='{"prompt": str, "response": str}',
         encode=_pair,
         also=(*CHAT_KEYS, *REASONING_KEYS),
-        checked=(*QUESTION_PARTS, LABEL_KEY),
+        checked=(*QUESTION_PARTS, *UNREAD_THOUGHTS, LABEL_KEY),
     ),
     "alpaca": Format(
         keys=(("instruction", "output"),),
@@ -259,6 +262,7 @@ SHAPES: dict[str, Format] = {
         example='{"instruction": str, "input": str, "output": str}',
         encode=_alpaca,
         also=(*CHAT_KEYS, *CONTEXT_KEYS, *REASONING_KEYS),
+        checked=UNREAD_THOUGHTS,
     ),
     "calls": Format(
         keys=(("query", "answers"),),
@@ -287,6 +291,8 @@ def _ignored_keys(
     lost = {name for name, text in texts if isinstance(text, str) and text not in whole}
     variables = {key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in template_kwargs}
     extra = variables.union(*(turn.extra for turn in turns))
+    for turn in turns:
+        refuse_thoughts({key: turn.message.get(key) for key in UNREAD_THOUGHTS if key not in read}, turn.role)
     return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
 

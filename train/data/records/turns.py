@@ -22,6 +22,7 @@ from idlm.train.data.records.parts import (
     TOKEN_WEIGHTS,
     TOOLS_KEYS,
     UNTRAINED_BY,
+    WEIGHT_WORDS,
     is_empty,
     parsed,
     present,
@@ -258,6 +259,13 @@ def _weight(given: Mapping[str, Any], name: str) -> bool:
             f"{name}.{details[0]} weighs parts of a turn, which is not read",
             fix="weigh turns as a whole (weight=0 or 1), or delete it",
         )
+    for key, value in given.items():
+        is_other = key not in UNTRAINED_BY and WEIGHT_WORDS.fullmatch(key)
+        if is_other and isinstance(value, (bool, int, float)) and ROLES[_role(given, name)] == "assistant":
+            raise unusable(
+                f"{name} has {key}={shown(value)}, which may be a weight and is not read",
+                fix=f"rename {key} to weight, with 0 for a turn that is not trained, or delete it",
+            )
     return _is_trained(given, name, UNTRAINED_BY)
 
 
