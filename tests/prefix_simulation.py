@@ -295,7 +295,7 @@ def check_pages(pool: PagePool) -> None:
     for page in held:
         holders[page] += 1
     assert holders == pool._num_refs, f"{holders=} {pool._num_refs=}"
-    cached = set() if pool.cache is None else set(pool.cache._by_page)
+    cached = set() if pool.cache is None else set(pool.cache._keys)
     for owned, num_cached in zip(pool._owned, pool._num_cached, strict=True):
         assert set(owned[:num_cached]) <= cached, f"{owned=} {num_cached=}"
         assert not cached & set(owned[num_cached:]), f"{owned=} {num_cached=}"
@@ -306,12 +306,10 @@ def check_pages(pool: PagePool) -> None:
 
 def _check_cache(cache: PrefixCache) -> None:
     """Assert that the tree is connected and that no page is evictable above one that is held."""
-    assert cache._by_page == {entry.page: entry for entry in cache._by_key.values()}
-    assert sum(map(len, cache._children.values())) == len(cache._by_page)
-    assert cache._evictable.keys() <= cache._by_page.keys()
-    order = {page: index for index, page in enumerate(cache._evictable)}
-    for entry in cache._by_key.values():
-        assert entry.page in cache._children[entry.parent]
-        if entry.parent != cache.root:
-            parent = cache._by_key[entry.parent].page
-            assert parent not in order or order.get(entry.page, len(order)) < order[parent], f"{parent=}"
+    assert cache._pages == {key: page for page, (key, _) in cache._keys.items()}
+    assert cache.evictable.keys() <= cache._keys.keys()
+    order = {page: index for index, page in enumerate(cache.evictable)}
+    for page, (_, before) in cache._keys.items():
+        if before != cache.root:
+            parent = cache._pages[before]
+            assert parent not in order or order.get(page, len(order)) < order[parent], f"{parent=}"

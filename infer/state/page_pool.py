@@ -7,11 +7,10 @@ Shapes: Z lanes, P pages of the longest sequence."""
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections import OrderedDict
+import struct
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +29,6 @@ class PrefixCacheCounts:
     num_evicted: int = 0
 
 
-class _Entry(NamedTuple):
-    """A page in the tree."""
-
-    page: int
-    key: bytes
-    parent: bytes
-
-
 class PrefixCache:
     """Index of committed pages by content, which evicts the least recently used first.
 
@@ -53,29 +44,21 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        self._by_key: dict[bytes, _Entry] = {}
-        self._by_page: dict[int, _Entry] = {}
-        self._children: dict[bytes, set[int]] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, tuple[bytes, bytes]] = {}
+        """Of each page its key, and that of the page before it."""
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        """Pages that no lane holds, the one that has been here for longest first."""
 
     def __contains__(self, page: int) -> bool:
-        return page in self._by_page
-
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictable)
-
-    @property
-    def evictable(self) -> set[int]:
-        return set(self._evictable)
+        return page in self._keys
 
     def key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """Key of the page with these tokens that follows the page `parent`."""
-        return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+        return hashlib.sha256(parent + struct.pack(f"{len(token_ids)}q", *token_ids)).digest()
 
     def page_of(self, key: bytes) -> int | None:
-        entry = self._by_key.get(key)
-        return None if entry is None else entry.page
+        return self._pages.get(key)
 
     def chain(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the keys up to the first one that is missing."""
@@ -87,51 +70,45 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def insert(self, key: bytes, parent: bytes, page: int) -> None:
-        """Enter a page that a lane holds; `parent` is the key of the page before it."""
-        assert key not in self._by_key, "a key has two pages"
-        assert page not in self._by_page, f"{page=} has two keys"
-        assert parent == self.root or parent in self._by_key, "the page before it is not here"
-        self._by_key[key] = self._by_page[page] = _Entry(page, key, parent)
-        self._children.setdefault(parent, set()).add(page)
+    def insert(self, key: bytes, parent: bytes, page: int) -> int:
+        """Enter a page that a lane holds; `parent` is the key of the page before it. Returns the page of the
+        key, which is another one if that was entered earlier."""
+        assert page not in self._keys, f"{page=} has two keys"
+        assert parent == self.root or parent in self._pages, "the page before it is not here"
+        entered = self._pages.setdefault(key, page)
+        if entered == page:
+            self._keys[page] = key, parent
+        return entered
 
     def make_evictable(self, page: int) -> bool:
         """The last lane released the page. False: it is not in the index, so it cannot be found again."""
-        if page not in self:
+        if page not in self._keys:
             return False
-        self._evictable[page] = None
+        self.evictable[page] = None
         return True
 
     def acquire(self, page: int) -> None:
         """A lane holds the evictable page again."""
-        del self._evictable[page]
+        del self.evictable[page]
 
     def evict(self) -> int:
         """Remove the page that has been evictable for longest, and return it."""
-        page, _ = self._evictable.popitem(last=False)
-        self._remove(page)
+        page, _ = self.evictable.popitem(last=False)
+        del self._pages[self._keys.pop(page)[0]]
         self.counts.num_evicted += 1
         return page
 
     def invalidate(self, page: int) -> list[int]:
         """Remove an evictable page and its descendants, which are evictable too; returns them, it last."""
+        children = defaultdict[bytes, list[int]](list)
+        for below, (_, parent) in self._keys.items():
+            children[parent].append(below)
         found = [page]
         for above in found:
-            found += self._children.get(self._by_page[above].key, ())
-        for below in reversed(found):
-            del self._evictable[below]
-            self._remove(below)
+            found += children[self._keys[above][0]]
+        for below in found:
+            del self.evictable[below], self._pages[self._keys.pop(below)[0]]
         return found[::-1]
-
-    def _remove(self, page: int) -> None:
-        """Remove a page without children from the tree."""
-        entry = self._by_page.pop(page)
-        assert entry.key not in self._children, f"{page=} goes before its children"
-        del self._by_key[entry.key]
-        siblings = self._children[entry.parent]
-        siblings.remove(page)
-        if not siblings:
-            del self._children[entry.parent]
 
 
 class PagePool:
@@ -189,14 +166,15 @@ class PagePool:
     def flush(self) -> None:
         """Write the reservations since the last time to the device, all at once."""
         if self._unwritten:
-            lanes, indices, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
+            entries = [*zip(*self._unwritten, strict=True), [*self._unwritten.values()]]
+            lanes, indices, pages = to_device(entries, self._block_table_ZP.device)
             self._block_table_ZP[lanes, indices] = pages
             self._unwritten.clear()
 
     @property
     def num_free(self) -> int:
         """Pages that no lane holds; evictable ones count, for they are evicted when they are needed."""
-        return len(self._free) + (0 if self.cache is None else self.cache.num_evictable)
+        return len(self._free) + (0 if self.cache is None else len(self.cache.evictable))
 
     def num_owned(self, lane: int) -> int:
         return len(self._owned[lane])
@@ -211,18 +189,19 @@ class PagePool:
     def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
         """Give the lane pages for `num_slots` slots in all, the first of which are `shared` if it has none;
         False, changing nothing, if too few are free."""
-        owned = self._owned[lane]
+        owned, free = self._owned[lane], self._free
         assert not (shared and owned), f"{lane=} has pages"
-        missing = self.pages_for(num_slots) - len(owned) - len(shared)
-        if missing > len(self._free):
-            num_held_again = sum(self._num_refs[page] == 0 for page in shared)
+        missing = -(-num_slots // self.page_size) - len(owned) - len(shared)
+        if missing > len(free):
+            num_held_again = [self._num_refs[page] for page in shared].count(0) if shared else 0
             if missing > self.num_free - num_held_again:
                 return False
         for page in shared:
             self._incref(lane, len(owned), page)
-        self._num_cached[lane] += len(shared)
+            self._num_cached[lane] += 1
         for _ in range(missing):
-            page = self._allocate()
+            # No pass will read it any more.
+            page = free.pop() if free or self.cache is None else self.cache.evict()
             self._num_refs[page] = 1
             self._unwritten[lane, len(owned)] = page
             owned.append(page)
@@ -237,14 +216,12 @@ class PagePool:
         assert self.cache is not None
         index = self._num_cached[lane]
         own = self._owned[lane][index]
-        cached = self.cache.page_of(key)
-        if cached is None:
-            self.cache.insert(key, parent, own)
-        else:
+        cached = self.cache.insert(key, parent, own)
+        if cached != own:
             assert is_written, f"{lane=} is about to write {index=}"
             self._incref(lane, index, cached)
             self._decref(own)
-        self._num_cached[lane] += 1
+        self._num_cached[lane] = index + 1
 
     def release(self, lane: int, *, invalidate: bool = False) -> None:
         """Take all pages of a lane back, the last first. `invalidate`: remove them from the prefix cache too,
@@ -254,8 +231,7 @@ class PagePool:
             self._decref(page)
         self._owned[lane], self._num_cached[lane] = [], 0
         if invalidate and self.cache is not None:
-            evictable = self.cache.evictable
-            first = next((page for page in owned if page in evictable), None)
+            first = next((page for page in owned if page in self.cache.evictable), None)
             if first is not None:
                 self._free += self.cache.invalidate(first)
 
@@ -281,10 +257,3 @@ class PagePool:
         self._num_refs[page] -= 1
         if self._num_refs[page] == 0 and (self.cache is None or not self.cache.make_evictable(page)):
             self._free.append(page)
-
-    def _allocate(self) -> int:
-        """A page that no pass will read any more."""
-        if self._free:
-            return self._free.pop()
-        assert self.cache is not None
-        return self.cache.evict()

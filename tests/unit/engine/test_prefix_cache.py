@@ -89,7 +89,7 @@ def test_the_longest_unused_goes_first_and_leaves_before_their_parents() -> None
     pool.release(0)
     pool.release(1)
     assert pool.num_free == 6
-    assert cache.num_evictable == 4
+    assert len(cache.evictable) == 4
     assert pool.reserve(2, 3 * PAGE)
     check_pages(pool)
     assert cache.chain(_keys(cache, [1] * 8)) == old[:1], "the page that rested longest, and no other"
@@ -97,7 +97,7 @@ def test_the_longest_unused_goes_first_and_leaves_before_their_parents() -> None
     assert pool.reserve(2, 6 * PAGE)
     assert not pool.reserve(3, 1)
     check_pages(pool)
-    assert not cache._by_page
+    assert not cache._pages
     pool.release(2)
     check_pages(pool)
 
@@ -199,9 +199,8 @@ def evicted_pages_are_still_found(patch: pytest.MonkeyPatch) -> None:
     original = PrefixCache.evict
 
     def evict(self: PrefixCache) -> int:
-        entry = self._by_page[next(iter(self._evictable))]
-        page = original(self)
-        self._by_key[entry.key] = entry
+        key, _ = self._keys[next(iter(self.evictable))]
+        self._pages[key] = page = original(self)
         return page
 
     patch.setattr(PrefixCache, "evict", evict)
