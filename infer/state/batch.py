@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -329,9 +330,12 @@ class Schedule:
 
     def launched(self) -> None:
         """Note in the requests that the pass has been launched."""
+        num_lookahead_tokens = self.num_lookahead_tokens
         for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
-            request.num_computed += num_feed - samples * self.num_lookahead_tokens
             request.num_inflight += samples
+            num_stored = num_feed - samples * num_lookahead_tokens
+            if num_stored:
+                request.num_computed += num_stored
 
 
 def lane_of(request: Request) -> int:
@@ -494,7 +498,8 @@ class StepOutcome:
 
 def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:
     """`values` (numbers, or rows of equal length) as a tensor on `device`, in the order of its stream."""
-    on_host = torch.tensor(values, dtype=dtype)
+    # torch reads lists several times as slowly as numpy.
+    on_host = torch.as_tensor(np.asarray(values), dtype=dtype)
     if device.type != "cuda":
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)
