@@ -35,7 +35,7 @@ from idlm.infer.parts import (
 )
 from idlm.infer.request import ANONYMOUS, PassCounts, QueueOrder, Request, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.stride_controller import StepLoad
+from idlm.infer.runtime.stride_controller import StepLoad, StrideController
 from idlm.infer.runtime.worker import InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
@@ -75,7 +75,6 @@ class Engine:
         if not (policy := parts.decoder.kv_policy).num_lookahead_tokens:
             self._reservation = RowReservation(drops=parts.drops_rows, block_size=policy.block_size)
         self._active: dict[str, list[Request]] = {}
-        self._texts: dict[Request, AnswerText] = {}
         self._unread: dict[Request, None] = {}
         """Requests, in order, with tokens that no event has."""
         self._events: list[StreamEvent] = []
@@ -196,7 +195,7 @@ class Engine:
                 request.passes = [] if has_passes else None
                 self._active.setdefault(request_id, []).append(request)
                 if (request.params.stop or streams) and self.tokenizer is not None:
-                    self._texts[request] = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)
+                    request.answer = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)
                 self.scheduler.add(request)
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -298,7 +297,7 @@ class Engine:
     def _event(self, request: Request) -> StreamEvent:
         """The event of the tokens that none has yet."""
         start, new_ids = request.num_reported, self._report(request)
-        answer, passes = self._texts.get(request), tuple(request.passes or ())
+        answer, passes = request.answer, tuple(request.passes or ())
         if passes:
             request.passes = []
         return StreamEvent(
@@ -316,9 +315,8 @@ class Engine:
         """The tokens that no event has yet, which become text."""
         new_ids = request.token_ids[request.num_reported :]
         request.num_reported = len(request.token_ids)
-        answer = self._texts.get(request)
-        if answer is not None and not answer.has_stops:
-            answer.push(strip_stop_id(new_ids, request.stop_ids))
+        if request.answer is not None and not request.answer.has_stops:
+            request.answer.push(strip_stop_id(new_ids, request.stop_ids))
         return new_ids
 
     @uninterrupted()
@@ -381,61 +379,74 @@ class Engine:
             if self._stride_controller is not None and not step.schedule.is_eager:
                 load = StepLoad.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
-            scored: Sequence[Sequence[TokenLogprob]] = [()] * len(counts)
+            scored: Sequence[Sequence[TokenLogprob]] = [()] * len(step.requests)
             if step.schedule.members.num_top is not None:
                 scored = step.logprobs()
-            for request, samples, row, own in zip(step.requests, step.samples, counts, scored, strict=True):
-                # Skip requests that finished or were aborted after this step was launched.
-                if request.finish_reason is None:
-                    request.num_forwards += 1
-                    if samples:
-                        self._process(request, row, own, step.mode)
+            self._process(step, counts, scored)
 
     def _process(
-        self, request: Request, row: Sequence[int], logprobs: Sequence[TokenLogprob], mode: int
+        self, step: InflightStep, counts: list[list[int]], scored: Sequence[Sequence[TokenLogprob]]
     ) -> None:
-        """Commit what a step emitted for one request (`row` of `StepResult.counts_BJ`); finish it if it is
-        done."""
-        nonfinite, waited, _, _, _, num_emitted, accepted, tested, *token_ids = row
-        del token_ids[num_emitted:]
-        is_suspect = nonfinite or request.num_again or (request.prompt_logprobs and not request.token_ids)
-        if is_suspect and self._fails(request, token_ids, nonfinite):
-            return
-        num_before, problem, answer = request.num_known, None, self._texts.get(request)
-        if answer is not None and answer.has_stops:
-            new_ids = self._extend_up_to_stop(request, answer, token_ids)
-        else:
-            new_ids = request.extend(token_ids)
-        if request.grammar is not None:
-            problem = request.grammar.problem
-        if problem is None:
-            self.scheduler.book(request, num_before, waited)
-        if new_ids:
-            request.num_steps += 1
-            if tested or request.passes is not None:
-                request.count_drafts(accepted, tested, len(new_ids))
-            # Drafts that a grammar forces are always accepted.
-            if self._stride_controller is not None and request.grammar is None:
-                from_masks = not request.has_other_drafts
-                self._stride_controller.observe_drafts(accepted, tested, from_masks=from_masks)
-                drafts_again = accepted < tested and self.decoder.drafts_again(mode)
-                request.has_other_drafts = from_masks and drafts_again
-            if logprobs:
-                request.logprobs += logprobs[: len(new_ids)]
-        if request.finish_reason is not None:
-            self._end(request)
-            return
-        if new_ids and request.is_read:
-            self._unread[request] = None
-        if problem is not None:
-            self._fail(request, grammar_failed(request.request_id, len(request.token_ids), problem))
-        elif new_ids and nonfinite:
-            self._fail_nonfinite(request)
+        """Commit what a step emitted for its requests (`InflightStep.counts`); finish those that are done."""
+        controller = self._stride_controller
+        columns = (step.requests, step.samples, *counts[:2], *counts[5:], step.token_ids, scored)
+        for request, samples, nonfinite, waited, num_emitted, accepted, tested, new_ids, logprobs in zip(
+            *columns, strict=True
+        ):
+            # Skip requests that finished or were aborted after this step was launched.
+            if request.finish_reason is not None:
+                continue
+            request.num_forwards += 1
+            if not samples:
+                continue
+            del new_ids[num_emitted:]
+            num_known = request.num_known + num_emitted
+            is_plain = request.is_plain and not nonfinite and num_known < request.max_length
+            if is_plain and request.stop_ids.isdisjoint(new_ids):
+                request.token_ids += new_ids
+                # All but the last one are stored.
+                request.num_known, request.num_computed = num_known, num_known - 1
+                request.num_inflight -= 1
+            elif self._fails(request, new_ids, nonfinite):
+                continue
+            else:
+                num_before = request.num_known
+                new_ids = self._extend(request, new_ids)
+                self.scheduler.book(request, num_before, waited)
+            if new_ids:
+                request.num_steps += 1
+                if tested or request.passes is not None:
+                    request.count_drafts(accepted, tested, len(new_ids))
+                if controller is not None:
+                    self._observe_drafts(controller, request, accepted, tested, step.mode)
+                if logprobs:
+                    request.logprobs += logprobs[: len(new_ids)]
+                if request.is_read:
+                    self._unread[request] = None
+            if request.finish_reason is not None:
+                self._end(request)
+            elif request.grammar is not None and request.grammar.problem is not None:
+                problem = grammar_failed(request.request_id, len(request.token_ids), request.grammar.problem)
+                self._fail(request, problem)
+            elif nonfinite and new_ids:
+                self._fail_nonfinite(request)
+
+    def _observe_drafts(
+        self, controller: StrideController, request: Request, accepted: int, tested: int, mode: int
+    ) -> None:
+        """Count drafts for the stride controller, those of late by request."""
+        request.remember_drafts(accepted, tested)
+        # Drafts that a grammar forces are always accepted.
+        if request.grammar is None:
+            from_masks = not request.has_other_drafts
+            controller.observe_drafts(accepted, tested, from_masks=from_masks)
+            drafts_again = accepted < tested and self.decoder.drafts_again(mode)
+            request.has_other_drafts = from_masks and drafts_again
 
     def _fails(self, request: Request, token_ids: list[int], nonfinite: int) -> bool:
         """Fail a request whose emission means nothing, or contradicts what it has emitted before."""
-        is_bad_prompt = any(math.isnan(one.logprob) for one in request.prompt_logprobs)
-        if nonfinite == 1 or (is_bad_prompt and not request.token_ids):
+        scored = () if request.token_ids else request.prompt_logprobs
+        if nonfinite == 1 or any(math.isnan(one.logprob) for one in scored):
             self._fail_nonfinite(request)
         elif request.contradicts(token_ids):
             again = decoded_otherwise(request.request_id, len(request.token_ids))
@@ -444,14 +455,16 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         event = self._event(request)
-        if request in self._texts:
-            event.text += self._texts[request].finish()
+        if request.answer is not None:
+            event.text += request.answer.finish()
         event.completion = self._finish(request)
         self._events.append(event)
 
-    def _extend_up_to_stop(self, request: Request, answer: AnswerText, token_ids: list[int]) -> list[int]:
-        """`Request.extend`, token by token, up to the one that brings a stop string."""
-        new_ids, grammar = list[int](), request.grammar
+    def _extend(self, request: Request, token_ids: list[int]) -> list[int]:
+        """`Request.extend`; with stop strings token by token, up to the one that brings a stop string."""
+        new_ids, grammar, answer = list[int](), request.grammar, request.answer
+        if answer is None or not answer.has_stops:
+            return request.extend(token_ids)
         for token_id in token_ids:
             added = request.extend([token_id])
             new_ids += added
@@ -473,10 +486,9 @@ class Engine:
             del self._active[request.request_id]
         self._report(request)
         self._unread.pop(request, None)
-        answer = self._texts.pop(request, None)
-        if answer is not None:
-            answer.finish()
-            text = answer.text
+        if request.answer is not None:
+            request.answer.finish()
+            text = request.answer.text
         else:
             shown_ids = strip_stop_id(request.token_ids, request.stop_ids)
             text = "" if self.tokenizer is None else answer_text(self.tokenizer, shown_ids)
@@ -517,7 +529,7 @@ class Engine:
         request.finish_reason = "error"
         if request in self._unread:
             self._events.append(self._event(request))
-        text = self._texts[request].finish() if request in self._texts else ""
+        text = "" if request.answer is None else request.answer.finish()
         completion = self._finish(request, error, invalidate=invalidate)
         self._events.append(StreamEvent(request.request_id, request.index, (), text, completion, error))
 

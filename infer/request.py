@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ from idlm.errors import UserError
 
 if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
+    from idlm.text.detokenizer import AnswerText
 
 
 MAX_RECENT_DRAFTS = 256
@@ -53,15 +54,17 @@ class Request:
     `num_again` of its tokens are unknown for now and will be decoded again (`Accelerator.decodes_again`);
     `num_known` are known, those of the prompt counted. `max_length` bounds prompt and answer together. Once
     it decodes token by token, its lane has pages for the next pass while the request has at most
-    `num_covered` known tokens (0: it does not). The prefix cache has all of its pages while fewer than
-    `page_end` tokens are computed. A pass feeds `num_canvases` of its tokens (full diffusion), each in slots
-    of its own. `page_keys` are the prefix-cache keys of its first whole pages, as far as they were looked up;
-    `num_cached_tokens` of the prompt were found there. Of late, `recent_accepted` of `recent_tested` drafts
-    were accepted: after `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts
-    are not from masks, but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's
-    tokens from the second one on, as far as they are known. `grammar` follows the tokens of the answer.
-    `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last one too,
-    and those so far have `num_reported` tokens of the answer. `passes` since the last event, unless None."""
+    `num_covered` known tokens (0: it does not), and if it `is_plain` only its length, a stop id or logits
+    that are not finite end it. A pass feeds `num_canvases` of its tokens (full diffusion), each in slots of
+    its own. `page_keys` are the prefix-cache keys of its first whole pages, as far as they were looked up;
+    `num_cached_tokens` of the prompt were found there. `passes_by_drafts`: how many passes accepted and
+    tested so many drafts. Of late, `recent_accepted` of `recent_tested` drafts were accepted: after
+    `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
+    but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
+    second one on, as far as they are known. `grammar` follows the tokens of the answer, and `answer` is their
+    text; None: it is made at the end. `turn`: whose it is, which decides when it is admitted. `is_read`: it
+    has events before the last one too, and those so far have `num_reported` tokens of the answer. `passes`
+    since the last event, unless None."""
 
     request_id: str
     index: int
@@ -76,7 +79,7 @@ class Request:
     num_passes: int = 0
     num_again: int = 0
     num_covered: int = 0
-    page_end: int = 0
+    is_plain: bool = False
     num_cached_tokens: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -84,8 +87,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0
     num_steps: int = 0
-    passes_by_accepted: list[int] = field(default_factory=list)
-    passes_by_tested: list[int] = field(default_factory=list)
+    passes_by_drafts: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     recent_accepted: float = 0.0
     recent_tested: float = 0.0
     has_other_drafts: bool = False
@@ -95,6 +97,7 @@ class Request:
     is_read: bool = True
     num_reported: int = 0
     passes: list[PassCounts] | None = None
+    answer: AnswerText | None = None
     num_known: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +111,9 @@ class Request:
     def known_ids(self, start: int, end: int) -> list[int]:
         """Token ids of prompt and answer in [start, end)."""
         num_prompt = len(self.prompt_ids)
-        if end <= num_prompt:
-            return self.prompt_ids[start:end]
-        return self.prompt_ids[start:] + self.token_ids[max(start - num_prompt, 0) : end - num_prompt]
+        if start >= num_prompt:
+            return self.token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.token_ids[: max(end - num_prompt, 0)]
 
     @property
     def num_unscored(self) -> int:
@@ -181,13 +184,10 @@ class Request:
             num_accepted = num_tested = num_emitted
         if self.passes is not None:
             self.passes.append(PassCounts(num_emitted, num_accepted, num_tested))
-        if not num_tested:
-            return
-        while len(self.passes_by_tested) <= num_tested:
-            self.passes_by_tested.append(0)
-            self.passes_by_accepted.append(0)
-        self.passes_by_tested[num_tested] += 1
-        self.passes_by_accepted[num_accepted] += 1
+        self.passes_by_drafts[num_accepted, num_tested] += 1
+
+    def remember_drafts(self, num_accepted: int, num_tested: int) -> None:
+        """Count drafts of late, from which the stride is chosen."""
         if self.recent_tested >= MAX_RECENT_DRAFTS:
             self.recent_tested /= 2
             self.recent_accepted /= 2
@@ -197,12 +197,18 @@ class Request:
     @property
     def accepted(self) -> tuple[int, ...]:
         """Accepted drafts by position."""
-        return _by_position(self.passes_by_accepted)
+        return self._by_position(0)
 
     @property
     def tested(self) -> tuple[int, ...]:
         """Tested drafts by position."""
-        return _by_position(self.passes_by_tested)
+        return self._by_position(1)
+
+    def _by_position(self, column: int) -> tuple[int, ...]:
+        """From the numbers of drafts of passes, the number of drafts at each position."""
+        counts = self.passes_by_drafts.items()
+        longest = max((num_tested for _, num_tested in self.passes_by_drafts), default=0)
+        return tuple(sum(num for pair, num in counts if pair[column] > j) for j in range(longest))
 
     def complete(self, text: str, exactness: str, *, error: UserError | None = None) -> Completion:
         """The completion of a finished request; with `error` it holds the tokens emitted so far."""
@@ -224,11 +230,6 @@ class Request:
             prompt_logprobs=self.all_prompt_logprobs(),
             error=None if error is None else f"{error.code}: {error.message}",
         )
-
-
-def _by_position(passes: Sequence[int]) -> tuple[int, ...]:
-    """From the number of passes by the number of drafts, the number of drafts at each position."""
-    return tuple(sum(passes[position:]) for position in range(1, len(passes)))
 
 
 def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:

@@ -50,6 +50,7 @@ class Scheduler:
         max_slowdown: float = math.inf,
     ) -> None:
         self.pool, self._kv_policy, self._decodes_again = pool, kv_policy, decodes_again
+        self._appends = kv_policy.kind == "append"
         self.costs, self._max_slowdown = costs, max_slowdown
         self._num_left: int | None = None
         self._max_num_batched_tokens = self._row_budget = max_num_batched_tokens
@@ -68,25 +69,24 @@ class Scheduler:
         return (num_canvases - 1) * self.pool.pages_for(num_slots) * self.pool.page_size + num_slots
 
     def add(self, request: Request) -> None:
+        has_checks = request.grammar is not None or request.params.stop
+        request.is_plain = self._appends and not has_checks and request.params.prompt_logprobs is None
         self.waiting.add(request)
 
     def next(self) -> Schedule | None:
         """Decide the next pass: empty when nothing can run before results come back, None when pages are
         short until then."""
         policy = self._kv_policy
-        num_rows = self._num_rows(1) if policy.kind == "append" else 0
+        num_rows = self._num_rows(1) if self._appends else 0
         schedule = Schedule(num_lookahead_tokens=policy.num_lookahead_tokens, num_decoding_rows=num_rows)
         self._num_left, is_stalled = None, False
         max_emitted = self._max_emitted
-        for request in self.running:
-            # What launched passes compute enters the prefix cache.
-            if request.num_computed >= request.page_end:
-                self._commit(request, request.num_computed)
+        requests, num_known = schedule.requests, schedule.num_known
         for request in self.running:
             longest = request.num_known + request.num_inflight * max_emitted
             if longest <= request.num_covered or self._covers(request, longest):
-                schedule.requests.append(request)
-                schedule.num_known.append(longest)
+                requests.append(request)
+                num_known.append(longest)
                 continue
             num_certain = request.num_known + request.num_inflight * schedule.num_lookahead_tokens
             if num_certain >= request.max_length:
@@ -127,17 +127,14 @@ class Scheduler:
         """Note the results of a decoding pass; the request had `num_before` known tokens before it. If it
         `waited`, it has stored no more than was scheduled."""
         request.num_inflight -= 1
-        if waited:
-            return
-        policy = self._kv_policy
-        if policy.kind == "append":
-            is_done = request.finish_reason is not None
-            assert is_done or request.num_known > num_before, f"a pass decoded nothing: {request.num_known=}"
+        if self._appends:
+            assert request.num_known > num_before or request.finish_reason or request.grammar, "no token"
             request.num_computed = request.num_known - 1
-            return
-        # Not more is certain: what the pass has made clean may be stored by the next one.
-        request.num_computed = max(request.num_computed, policy.num_computable(num_before))
-        request.num_passes = 0 if request.num_known > num_before else request.num_passes + 1
+        elif not waited:
+            # Not more is certain: what the pass has made clean may be stored by the next one.
+            num_certain = self._kv_policy.num_computable(num_before)
+            request.num_computed = max(request.num_computed, num_certain)
+            request.num_passes = 0 if request.num_known > num_before else request.num_passes + 1
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:
         """Remove a finished or aborted request and free what it holds. `invalidate`: the prefix cache must
@@ -236,16 +233,19 @@ class Scheduler:
         samples, longest = num_feed == remaining, self._longest(request)
         num_known = policy.num_computable(longest) - remaining + num_feed
         schedule.add(request, num_feed, num_rows, num_known, samples=samples)
-        if samples and policy.kind == "append":
+        if samples and self._appends:
             # It decodes from now on; how far its pages reach is seen when it needs the next one.
             request.num_covered = 1
 
     def _covers(self, request: Request, longest: int) -> bool:
         """Whether a pass of a token-causal sequence that decodes needs no decision while it may have
-        `longest` known tokens: its pages are reserved now, and its answer is not complete by then."""
+        `longest` known tokens: its pages are reserved now, and its answer is not complete by then. What
+        launched passes compute enters the prefix cache."""
+        lane, num_rows, size = lane_of(request), self._num_rows(request.max_length), self.pool.page_size
+        if request.num_computed >= (self.pool.num_cached(lane) + 1) * size:
+            self._commit(request, request.num_computed)
         if not request.num_covered or longest >= request.max_length:
             return False
-        lane, num_rows, size = lane_of(request), self._num_rows(request.max_length), self.pool.page_size
         if not self.pool.reserve(lane, longest - 1 + num_rows):
             return False
         num_covered = self.pool.num_owned(lane) * size + 1 - num_rows
@@ -268,6 +268,7 @@ class Scheduler:
             if any(other.num_inflight for other in self.running):
                 return None
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
+            self._commit(victim, victim.num_computed)
             self.pool.release(lane_of(victim))
             self._forget(victim)
             schedule.preempted.append(victim)
@@ -275,9 +276,10 @@ class Scheduler:
         return True
 
     def _forget(self, request: Request) -> None:
-        request.num_computed = request.num_passes = request.num_covered = request.page_end = 0
+        request.num_computed = request.num_passes = request.num_covered = 0
         if self._decodes_again:
             request.num_again, request.num_known = len(request.token_ids), len(request.prompt_ids)
+            request.is_plain = False
 
     def _extend(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Reserve pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
@@ -329,7 +331,6 @@ class Scheduler:
         if self._decodes_again:
             num_computed = min(num_computed, self._kv_policy.num_computable(len(request.prompt_ids)))
         start, end = self.pool.num_cached(lane), num_computed // size
-        request.page_end = (start + 1) * size
         if cache is None or start >= end:
             return
         keys = self._page_keys(request, end)
@@ -338,7 +339,6 @@ class Scheduler:
                 return
             parent = keys[index - 1] if index else cache.root
             self.pool.commit(lane, keys[index], parent, is_written=is_written)
-            request.page_end += size
 
     def _page_keys(self, request: Request, num_pages: int) -> list[bytes]:
         """Keys of the request's first pages, at least `num_pages` of them."""

@@ -110,22 +110,25 @@ class InflightStep:
         return self._start.elapsed_time(self._event) / 1e3
 
     def counts(self) -> list[list[int]]:
-        """The rows of `StepResult.counts_BJ`; waits for the step, and polls whether its ranks are alive."""
+        """The columns of `StepResult.counts_BJ` before the token ids, of which `token_ids` has those of each
+        request afterwards; waits for the step, and polls whether its ranks are alive."""
         num_polls = 0
         while self._event is not None and not self._event.query():
             time.sleep(POLL_SECONDS)
             num_polls += 1
             if num_polls % POLLS_PER_CHECK == 0:
                 self._check()
-        self._rows: list[list[int]] = self._counts[: len(self.requests)].tolist()
-        return self._rows
+        counts_BJ = self._counts[: len(self.requests)].numpy()
+        self.token_ids: list[list[int]] = counts_BJ[:, NUM_COUNTS:].tolist()
+        self._columns: list[list[int]] = counts_BJ[:, :NUM_COUNTS].T.tolist()
+        return self._columns
 
     def demands(self) -> list[RowDemand]:
         """The rows that requests needed, in a pass for which some were reserved. After `counts`."""
-        needed = zip(self.samples, self._certain, self._rows, strict=True)
+        needed = zip(self.samples, self._certain, *self._columns[1:5], strict=True)
         return [
             RowDemand(samples, waited > 0, certain, PassRows(fed=num_fed, retained=num_left, head=num_wanted))
-            for samples, certain, (_, waited, num_wanted, num_fed, num_left, *_) in needed
+            for samples, certain, waited, num_wanted, num_fed, num_left in needed
         ]
 
     def logprobs(self) -> list[list[TokenLogprob]]:
@@ -133,7 +136,7 @@ class InflightStep:
         of which one does. After `counts`."""
         values, found = [tensor.tolist() for tensor in self._logprobs], list[list[TokenLogprob]]()
         for b, request in enumerate(self.requests):
-            num_top, token_ids = request.params.logprobs, self._rows[b][NUM_COUNTS:]
+            num_top, token_ids = request.params.logprobs, self.token_ids[b]
             found.append([] if num_top is None else _read(num_top, token_ids, [each[b] for each in values]))
         return found
 

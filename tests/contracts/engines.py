@@ -128,7 +128,6 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.scheduler.waiting
     assert sorted(engine.scheduler._free_lanes) == list(range(engine.settings.max_sequences))
     assert not engine._active
-    assert not engine._texts
     assert engine.step() == []
 
 

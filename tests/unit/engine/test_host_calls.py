@@ -7,10 +7,10 @@ import pytest
 from tests.unit.engine.host import calls_of, stubbed
 
 
-@pytest.mark.sweep_but("generate-isd-17")
+@pytest.mark.sweep_but("generate-isd-13")
 @pytest.mark.parametrize(
     ("reader", "decoder", "maximum"),
-    [("generate", "ar", 11), ("generate", "isd", 17), ("stream", "ar", 19), ("stream", "isd", 25)],
+    [("generate", "ar", 7), ("generate", "isd", 13), ("stream", "ar", 10), ("stream", "isd", 15)],
 )
 def test_a_sequence_takes_few_calls_in_a_pass(reader: str, decoder: str, maximum: int) -> None:
     run, stub = stubbed(decoder, reader, num_sequences=64, num_passes=64, stride=4)
