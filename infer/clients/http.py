@@ -173,9 +173,11 @@ class ChunkReader:
             chunk = None
         if not isinstance(chunk, dict) or chunk.get("error"):
             raise RequestFailure(0, _message(chunk) or f"the stream holds {data[:80]!r}")
+        self._is_done |= any(choice.get("finish_reason") for choice in chunk.get("choices") or ())
         return chunk
 
     def check_end(self) -> None:
+        """Raise RequestFailure if neither [DONE], which some servers leave out, nor an end has come."""
         if not self._is_done:
             raise RequestFailure(0, "the stream ended without [DONE]")
 
@@ -241,7 +243,7 @@ class ServerAnswerer:
                     if text or total is not None:
                         yield Chunk(text, None if total is None else total - num_tokens, *draft_counts(usage))
                         num_tokens = num_tokens if total is None else total
-        except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
+        except (RequestFailure, httpx.HTTPError, LookupError, TypeError, AttributeError) as error:
             raise no_answer(error) from error
         if is_empty and num_tokens > 1:
             raise no_answer(LookupError("the answer is reasoning alone: raise max_tokens"))

@@ -164,9 +164,15 @@ def test_chunks_of_other_servers_may_lack_what_ours_have(chunks: tuple[Any, ...]
     assert (record.error, record.num_output_tokens, len(record.times)) == (None, 2, 1)
 
 
+def test_a_finish_reason_ends_a_stream_without_done() -> None:
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": USAGE}
+    assert answer(sent(delta("hi"), last, end="")) == "hi"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        (sent({"choices": ["hi"]}), "no attribute"),
         (sent(delta("hi"), end=""), "without .DONE."),
         (sent({"error": {"message": "engine lost"}}), "engine lost"),
         (sent({"error": "engine lost"}), "engine lost"),
