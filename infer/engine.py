@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import reprlib
+import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ class StreamEvent:
 
 
 class Engine:
-    """Continuous batching over one model and one decoder. Not thread-safe."""
+    """Continuous batching over one model and one decoder. Threads may call `generate` and `stream` at once:
+    they take turns in steps, which hold the requests of all. `step` is for one thread alone."""
 
     def __init__(self, parts: EngineParts, worker: Worker | None = None) -> None:
         self._parts, self._worker = parts, worker or Worker(parts)
@@ -83,6 +85,7 @@ class Engine:
         self._last_scheduled: list[Request] = []
         self._num_consecutive_oom = 0
         self._num_added = 0
+        self._lock = threading.RLock()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
@@ -188,7 +191,7 @@ class Engine:
         sample has one event, at its end. `has_passes`: events say what each pass emitted."""
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
-        with uninterrupted():
+        with self._lock, uninterrupted():
             for request in samples:
                 self._num_added += 1
                 request.turn, request.is_read = turn, is_read
@@ -240,9 +243,10 @@ class Engine:
     @uninterrupted()
     def _drop(self, request_ids: Collection[str]) -> None:
         """Abort requests and discard their events."""
-        for request_id in request_ids:
-            self.abort(request_id)
-        self._events = [event for event in self._events if event.request_id not in request_ids]
+        with self._lock:
+            for request_id in request_ids:
+                self.abort(request_id)
+            self._events = [event for event in self._events if event.request_id not in request_ids]
 
     @property
     def exactness(self) -> Exactness:
@@ -496,8 +500,9 @@ class Engine:
 
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
         """Run a step and take the events of these requests; raises the error of one that failed."""
-        self._run_and_report(request_ids)
-        own = self._taken(request_ids)
+        with self._lock:
+            self._run_and_report(request_ids)
+            own = self._taken(request_ids)
         error = next((event.error for event in own if event.error is not None), None)
         if error is not None:
             raise error
@@ -554,27 +559,30 @@ class Engine:
         settings: list[Any] = [SamplingParams() if params is None else params] * len(prompts)
         if isinstance(params, Iterable) and not isinstance(params, Mapping):
             settings = list(params)
-        if request_ids is None:
-            in_use = {*self._active, *(event.request_id for event in self._events)}
-            names = (f"r{number}" for number in itertools.count(self._num_added))
-            ids = list(itertools.islice((name for name in names if name not in in_use), len(prompts)))
-        else:
-            ids = list(request_ids)
-        if not len(prompts) == len(settings) == len(ids):
+        given = None if request_ids is None else list(request_ids)
+        num_ids = len(prompts) if given is None else len(given)
+        if not len(prompts) == len(settings) == num_ids:
             raise UserError(
                 "IDLM-0408",
-                f"{len(prompts)} prompts, {len(settings)} params and {len(ids)} request ids do not match",
+                f"{len(prompts)} prompts, {len(settings)} params and {num_ids} request ids do not match",
                 fix="give one SamplingParams for all or one per prompt, and one id per prompt or none",
             )
         added: set[str] = set()
         try:
-            for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
-                self._check_new(request_id)
-                added.add(request_id)
-                self.add_request(request_id, prompt, setting, streams=streams, is_read=streams)
+            with self._lock:
+                ids = given or self._unused_ids(len(prompts))
+                for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
+                    self._check_new(request_id)
+                    added.add(request_id)
+                    self.add_request(request_id, prompt, setting, streams=streams, is_read=streams)
             yield [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
         finally:
             self._drop(added)
+
+    def _unused_ids(self, count: int) -> list[str]:
+        in_use = {*self._active, *(event.request_id for event in self._events)}
+        names = (f"r{number}" for number in itertools.count(self._num_added))
+        return list(itertools.islice((name for name in names if name not in in_use), count))
 
     def _check_new(self, request_id: str) -> None:
         if not isinstance(request_id, str):

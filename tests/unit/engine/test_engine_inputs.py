@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,22 @@ def test_generated_request_ids_avoid_given_ones(engine: Engine) -> None:
     assert len({given, *(answer.request_id for answer in answers)}) == 3
     while engine.has_work:
         engine.step()
+
+
+def test_threads_share_an_engine(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts = [[number, 2, 3] for number in range(1, 7)]
+    expected = [each.token_ids for each in engine.generate(prompts, params)]
+
+    def answer(number: int) -> tuple[int, ...]:
+        if number % 2:
+            return tuple(one for event in engine.stream(prompts[number], params) for one in event.token_ids)
+        return engine.generate([prompts[number]], params)[0].token_ids
+
+    with ThreadPoolExecutor(max_workers=6) as threads:
+        for _ in range(2):
+            assert [*threads.map(answer, range(6))] == expected
+    assert not engine.has_work
 
 
 def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -> None:
