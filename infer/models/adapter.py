@@ -16,7 +16,7 @@ from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk
 from idlm.infer.models.low_rank import LowRank
-from idlm.infer.models.targets import WeightTarget, row_orders, row_target, target_of
+from idlm.infer.models.weights import WeightTarget, row_orders, row_target, target_of
 from idlm.kernels.gated_lora import MAX_ADAPTERS
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE

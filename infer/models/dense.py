@@ -25,7 +25,7 @@ from idlm.infer.models.base import (
     TensorNames,
 )
 from idlm.infer.models.low_rank import LowRank
-from idlm.infer.models.targets import WeightTarget, head_order, row_orders, row_target, target_of
+from idlm.infer.models.weights import WeightTarget, head_order, row_orders, row_target, target_of
 from idlm.kernels.gated_lora import Gate, GatedLora, gate_of, group_rows, num_adapters_of
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused

@@ -22,7 +22,6 @@ from idlm.infer.models.adapter import Adapter, add_adapters, check_adapters, ope
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL, extended
 from idlm.infer.models.dense import DenseTrunk, weight_targets
-from idlm.infer.models.targets import WeightTarget
 from idlm.lora import MASK_ROW
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -72,7 +71,7 @@ class Outline:
     semantics: Semantics
     dtype: torch.dtype
     files: dict[str, Path]
-    targets: dict[str, WeightTarget]
+    targets: dict[str, weights.WeightTarget]
     ignored: tuple[str, ...]
 
 

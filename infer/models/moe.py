@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec, Shards, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, MakeWeight, Rows
-from idlm.infer.models.targets import WeightTarget, target_of
+from idlm.infer.models.weights import WeightTarget, target_of
 from idlm.kernels.experts import experts, route
 from idlm.kernels.linear import Linears
 

@@ -1,19 +1,24 @@
-"""Lists the safetensors files of a checkpoint, checks their headers, and copies their tensors one at a time
-into memory that the model already owns; never opens pickles."""
+"""Where tensors of a checkpoint are copied to: views of parameters that the model already owns, and the order
+of their rows. Lists the safetensors files, checks their headers, and copies one tensor at a time; never opens
+pickles.
+
+H head dim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, tensors_by_name, weight_files
 from idlm.errors import UserError, some_of
-from idlm.infer.models.targets import WeightTarget
+from idlm.infer.models.base import ALONE, ModelSpec, Shards
 
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
 OTHER_FORMATS = {
@@ -29,6 +34,67 @@ FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
 """Called by `copy` after each tensor with the bytes copied and in all, for progress many calls above it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTarget:
+    """Where a checkpoint tensor of this `shape` is copied to: `part` of it, with rows in `order`, to
+    `view`."""
+
+    view: Tensor
+    shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()
+    order: Tensor | None = None
+    offset: float = 0.0
+    """Added to the tensor in the dtype of `view`."""
+
+
+def target_of(view: Tensor, shards: Shards = ALONE, axis: int = 0) -> WeightTarget:
+    """The target of a tensor of which `view` is this rank's equal part along `axis`."""
+    shape = list(view.shape)
+    shape[axis] *= shards.size
+    part = (slice(None),) * axis + (shards.part(shape[axis]),)
+    return WeightTarget(view=view, shape=tuple(shape), part=() if shards.size == 1 else part)
+
+
+def head_order(spec: ModelSpec) -> Tensor | None:
+    """The checkpoint's dimension at each dimension of a head [H]; None: the same. Kernels rotate dimension i
+    with i + H/2; a partly rotated head pairs i with i + rotary_dim/2, and others pair neighbours. Queries and
+    keys are reordered so that these pairs are H/2 apart, and the other dimensions rotate by 0. Scores are
+    sums over dimensions and do not change."""
+    if spec.rotary_dim is None and not spec.variant.is_interleaved:
+        return None
+    rotary_dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+    turned, rest = torch.arange(spec.head_dim).split((rotary_dim, spec.head_dim - rotary_dim))
+    low, high = (turned[::2], turned[1::2]) if spec.variant.is_interleaved else turned.chunk(2)
+    still = rest.split(len(rest) // 2) if len(rest) else (rest, rest)
+    return torch.cat((low, still[0], high, still[1]))
+
+
+def row_orders(spec: ModelSpec, shards: Shards, fused: str, num_modules: int) -> list[Tensor | None]:
+    """For each module of a projection whose rows ranks divide, the rows of this rank (`spec`) in its order;
+    None: its equal part of them, as they are. One module has the rows of all kinds, queries or gate first."""
+    is_qkv = fused == "qkv"
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    sizes = [num * spec.head_dim for num in heads] if is_qkv else [spec.ffn_width] * 2
+    order = head_order(spec) if is_qkv else None
+    if order is None and (num_modules > 1 or shards.size == 1):
+        return [None] * num_modules
+    rows, first = [], 0
+    for kind, size in enumerate(sizes):
+        rows_E = torch.arange(size * shards.size)[shards.part(size * shards.size)]
+        if order is not None and kind < 2:
+            rows_E = rows_E.view(-1, spec.head_dim)[:, order].flatten()
+        rows.append(rows_E + first)
+        first += size * shards.size if num_modules == 1 else 0
+    return [torch.cat(rows)] if num_modules == 1 else [*rows]
+
+
+def row_target(view: Tensor, order: Tensor | None, shards: Shards) -> WeightTarget:
+    """The target of a module of which `view` holds the rows `order`."""
+    if order is None:
+        return target_of(view, shards)
+    return WeightTarget(view=view, shape=(len(view) * shards.size, *view.shape[1:]), order=order)
 
 
 def locate(directory: Path) -> dict[str, Path]:
@@ -138,7 +204,7 @@ def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
         return torch.equal(one.get_tensor(first), other.get_tensor(second))
 
 
-def tensor(files: Mapping[str, Path], name: str) -> torch.Tensor:
+def tensor(files: Mapping[str, Path], name: str) -> Tensor:
     with _opened(files[name]) as file:
         return torch.as_tensor(file.get_tensor(name))
 
