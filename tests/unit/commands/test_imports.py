@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+PLANNING = ", ".join(f"idlm.infer.mosaic.{name}" for name in ("template", "trunk", "planner", "chunking"))
+LIST_AND_COMPLETION = """
+from idlm.cli.main import main
+for given in ([], ["--help"], ["completion", "bash"], ["trian"], ["train", "--help"]):
+    sys.argv = ["idlm", *given]
+    main()
+"""
 RULES = """
 import gc
 from importlib.util import find_spec
@@ -39,6 +46,21 @@ assert "transformers.trainer" in sys.modules
 def _run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import idlm", {"numpy", "hydra", "datasets", "deepspeed", "wandb"}),
+        ("import idlm.text.tokenizer, idlm.tasks.tokenizer as t; t.vocabulary()", {"tokenizers"}),
+        (f"import {PLANNING}", {"numpy", "scipy"}),
+        (LIST_AND_COMPLETION, {"numpy"}),
+    ],
+    ids=["package", "tokenizers", "planning", "list-and-completion"],
+)
+def test_light_parts_import_no_heavy_library(code: str, heavy: set[str]) -> None:
+    loaded = f"{heavy | {'torch', 'transformers'}} & sys.modules.keys()"
+    _run(f"import sys\n{code}\nloaded = {loaded}\nassert not loaded, loaded")
 
 
 def test_only_the_process_of_a_command_imports_without_libraries_that_nothing_uses() -> None:

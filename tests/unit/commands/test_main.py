@@ -124,14 +124,3 @@ def test_other_shells_read_a_script_that_names_every_command(shell: str, check: 
     assert all(f"idlm-{name}" in text and " train.learning_rate= " in text for name in NAMES)
     if shutil.which(shell):
         subprocess.run(check, input=text, text=True, check=True)
-
-
-def test_the_list_and_completion_import_no_torch() -> None:
-    code = (
-        "import sys; from idlm.cli.main import main\n"
-        "for given in ([], ['--help'], ['completion', 'bash'], ['trian'], ['train', '--help']):\n"
-        "    sys.argv = ['idlm', *given]; main()\n"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "[]"

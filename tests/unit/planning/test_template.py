@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from idlm.infer.mosaic.planner import plan_template
 from idlm.infer.mosaic.template import LENGTH, WANTED, Loop, PassTemplate, Size, Sizes
 
@@ -81,16 +78,3 @@ def test_sizes_count_rows_of_a_chunk() -> None:
     assert Size(row_bytes=2, rows=WANTED).num_bytes(sizes) == 14
     huge = Sizes(length=3_000_000)
     assert Size(row_bytes=126464 * 2).num_bytes(huge) == 758_784_000_000
-
-
-def test_planning_imports_no_torch_and_no_numpy() -> None:
-    modules = (
-        "template",
-        "trunk",
-        "planner",
-        "chunking",
-    )
-    names = ", ".join(f"idlm.infer.mosaic.{name}" for name in modules)
-    code = f"import sys, {names}; print([m for m in ('torch', 'numpy', 'scipy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
