@@ -196,12 +196,10 @@ class Request:
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Accepted drafts by position."""
         return self._by_position(0)
 
     @property
     def tested(self) -> tuple[int, ...]:
-        """Tested drafts by position."""
         return self._by_position(1)
 
     def _by_position(self, column: int) -> tuple[int, ...]:

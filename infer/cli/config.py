@@ -32,8 +32,6 @@ NEEDED_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(EngineSettings):
-    """`idlm-generate`."""
-
     describe: bool | Literal["memory"] = option(
         "print how the checkpoint is read, without loading or answering; memory: the planned workspace of a "
         "full-diffusion pass of max_length rows",

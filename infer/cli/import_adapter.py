@@ -37,8 +37,6 @@ SAFETENSORS, PICKLES = "adapter_model*.safetensors", "adapter_model*.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
-    """`idlm-import`."""
-
     model: str | None = option("folder with adapter_config.json, there or below", None, is_path=True)
     base: str | None = option(
         "directory of the base model; null: model itself, or the path in adapter_config.json",

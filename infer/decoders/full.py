@@ -129,7 +129,6 @@ class FullDecoder(Decoder):
         return NUM_CANVASES if params.decoder_options.get("guidance", self.config.guidance) > 0 else 1
 
     def check_options(self, config: FullConfig, options: Mapping[str, Any]) -> None:
-        """See `full_config.check`."""
         check(config, self._order_name, self._kind, prefix="decoder_options.")
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:

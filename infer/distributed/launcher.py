@@ -116,7 +116,6 @@ class TensorParallelGroup:
             threading.Thread(target=_watch, args=(connection.fileno(), is_ended, free), daemon=True).start()
 
     def broadcast(self, message: Message) -> None:
-        """Send a message to all ranks."""
         self.check()
         for connection in self._connections:
             # `check` reports a rank that is gone, with the reason.
@@ -232,7 +231,6 @@ class DriverWorker(Worker):
             )
 
     def check(self) -> None:
-        """See `TensorParallelGroup.check`."""
         self.group.check()
 
     def capture_missed(self) -> bool:

@@ -30,8 +30,6 @@ REPORT = "do not use this installation; send the output of `idlm doctor json=tru
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """`idlm-doctor`."""
-
     device: str = option("what to test: auto, cpu, cuda or cuda:N", "auto")
     extras: list[str] = option("extras that must be complete; others may be absent", [])
     port: int = option("port of idlm-serve that should be free", 8000)

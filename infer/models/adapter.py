@@ -154,7 +154,6 @@ def _matrices(
     a_PrD: Tensor,
     b_Er: Tensor,
 ) -> dict[str, tuple[WeightTarget, WeightTarget]]:
-    """Targets of the A and B of each module."""
     if fused in SUMMED:
         return {modules[0]: (target_of(a_PrD[0], layer.shards, 1), target_of(b_Er))}
     orders = row_orders(layer.spec, layer.shards, fused, len(modules))

@@ -349,7 +349,6 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
 
 
 def _norm_targets(layer: Layer, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-    """Targets of all norms of a layer."""
     spec = layer.spec
     rows = (
         (names.attention_norm, layer.attention_norm),

@@ -346,7 +346,6 @@ class Generation:
             return False
 
     def fail(self, error: ApiError) -> None:
-        """End all samples with an error."""
         self.left = dict.fromkeys(self.left, 0)
         self._answers.put_nowait(error)
         self._error = error

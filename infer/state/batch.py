@@ -339,7 +339,6 @@ class Schedule:
 
 
 def lane_of(request: Request) -> int:
-    """The lane of a running request."""
     assert request.lane is not None, f"{request.request_id=} has no lane"
     return request.lane
 

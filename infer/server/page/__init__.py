@@ -28,8 +28,6 @@ FILES = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add a route for each file."""
-
     async def answer(file: Path, _request: object) -> Response:
         return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=HEADERS)
 
