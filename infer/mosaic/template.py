@@ -195,12 +195,7 @@ class PassTemplate:
         self.name, self.num_layers = name, 1
         self.ops: list[Op] = []
         self.tensors: dict[str, Size] = {}
-        self.inputs: set[str] = set()
         self._in_layers = False
-
-    def add_input(self, *names: str) -> None:
-        """Register tensors outside the workspace, which the executor provides: token ids, wanted rows."""
-        self.inputs.update(names)
 
     def add_tensor(self, name: str, size: Size) -> None:
         self.tensors[name] = size
@@ -215,8 +210,8 @@ class PassTemplate:
     def add_op(
         self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), chunks: Loop | None = None
     ) -> None:
-        """Register the next op; a tensor's first use is a write. Consecutive ops with the same `chunks` are
-        the body of that loop."""
+        """Register the next op; a tensor's first use is a write, unless it is an input, which is no tensor of
+        the workspace. Consecutive ops with the same `chunks` are the body of that loop."""
         in_layers = self._in_layers
         self.ops.append(
             Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks, in_layers=in_layers)

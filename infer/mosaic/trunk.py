@@ -75,7 +75,6 @@ def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTe
     assert 0 < shape.num_kv_heads <= shape.num_heads, shape
     assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
     template = PassTemplate(", ".join(names + ["no logits"] * (shape.fused_head is not None)))
-    template.add_input("token_ids", "positions", "wanted_rows")
     template.add_rows(shape.x_bytes, x=1)
     template.add_op("embed", ["token_ids"], ["x"])
     with template.layers(shape.num_layers):

@@ -44,7 +44,7 @@ def forward_of(arm: str, shape: TrunkShape) -> Forward:
 
 def _with_all_of_attention(whole: PassTemplate) -> PassTemplate:
     kept = PassTemplate(whole.name.replace("whole", "paper"))
-    kept.tensors, kept.inputs, kept.num_layers = whole.tensors, whole.inputs, whole.num_layers
+    kept.tensors, kept.num_layers = whole.tensors, whole.num_layers
     held = ("x", "attention_in")
     kept.ops = [replace(op, reads=op.reads + held) if op.name == "attention" else op for op in whole.ops]
     return kept

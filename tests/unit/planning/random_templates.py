@@ -109,14 +109,12 @@ def _homes(template: PassTemplate) -> dict[str, tuple[set[Loop | None], set[bool
     return homes
 
 
-def simulate(plan: ArenaPlan) -> int:
+def simulate(plan: ArenaPlan, *inputs: str) -> int:
     """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
     template = plan.template
     overlaps, homes = _overlaps(plan), _homes(template)
-    valid: set[str] = set(template.inputs)
-    overlaps |= {name: [] for name in template.inputs}
-    ended: set[str] = set()
-    num_steps = 0
+    overlaps |= {name: [] for name in inputs}
+    valid, ended, num_steps = set(inputs), set[str](), 0
     for step in plan.steps():
         num_steps += 1
         op = step.op

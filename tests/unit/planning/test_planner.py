@@ -61,4 +61,5 @@ def test_a_plan_of_a_real_template_keeps_what_is_needed(model: str) -> None:
     forward: Forward = trunk_forward(SHAPES[model])
     for chunks in ({}, {"query": 3, "ffn": 2, "experts": 4, "logits": 5}):
         template = forward.template(chunks)
-        assert simulate(plan_template(template, Sizes(length=40, wanted=20, chunks=chunks))) > 100
+        plan = plan_template(template, Sizes(length=40, wanted=20, chunks=chunks))
+        assert simulate(plan, "token_ids", "positions", "wanted_rows") > 100

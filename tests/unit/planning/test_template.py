@@ -18,7 +18,6 @@ def lifetime(template: PassTemplate, name: str) -> tuple[int, int]:
 def small_template() -> PassTemplate:
     """x is made before the layers; each layer makes a and b, writes c in chunks, and adds c to x."""
     template = PassTemplate("small")
-    template.add_input("ids")
     for name in "xac":
         template.add_tensor(name, ROW)
     template.add_tensor("b", CHUNK)
