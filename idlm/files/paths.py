@@ -51,19 +51,14 @@ _OTHER_NAMES = {
 _USUAL_SHARE = 0.9
 
 
-def path_error(code: str, path: str | Path, error: OSError, *, fix: str) -> UserError:
-    """The UserError `code` about `path`, or about the related file that failed."""
-    failed = str(path if error.filename is None else error.filename)
-    return UserError(code, f"cannot open {failed!r}: {error.strerror}", fix=fix)
-
-
 @contextmanager
 def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[None]:
-    """Inside, an OSError raises `path_error`."""
+    """Inside, an OSError becomes UserError `code` about `path`, or about the related file that failed."""
     try:
         yield
     except OSError as error:
-        raise path_error(code, path, error, fix=fix) from error
+        failed = str(path if error.filename is None else error.filename)
+        raise UserError(code, f"cannot open {failed!r}: {error.strerror or error}", fix=fix) from error
 
 
 def packing(file: BinaryIO, path: Path) -> str | None:

@@ -9,14 +9,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from idlm.errors import UserError, some_of
-from idlm.files.paths import PACKINGS
+from idlm.files.paths import PACKINGS, translate_path_errors
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
@@ -89,17 +89,9 @@ class FileReader:
         return identity_of(self.paths)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError into UserError IDLM-0237 that names its file, or `path` where it names none."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            "IDLM-0237",
-            f"cannot read {shown(error.filename or path)}: {error.strerror or error}",
-            fix="check the path and its permissions",
-        ) from error
+def reading(path: Path) -> AbstractContextManager[None]:
+    """Inside, an OSError becomes UserError IDLM-0237."""
+    return translate_path_errors("IDLM-0237", path, fix="check the path and its permissions")
 
 
 def damaged(origin: str, error: Exception | str) -> UserError:

@@ -16,7 +16,7 @@ import torch
 from idlm import checkpoint
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.files.paths import path_error
+from idlm.files.paths import translate_path_errors
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapters, check_adapters, open_adapter, open_further
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
@@ -113,10 +113,8 @@ def read_outline(
     folders of further ones by name. `rope_factor`: see `extended` (None: the checkpoint's own rotation).
     Raises UserError (IDLM-0302, 0303, 0600 to 0619, 0626)."""
     overridden = () if mask_token_id is None else ("mask_token_id",)
-    try:
+    with translate_path_errors("IDLM-0600", path, fix="give another model=, base= or adapters="):
         directory, opened = _open(Path(path), base, adapters or {}, overridden)
-    except OSError as error:
-        raise path_error("IDLM-0600", path, error, fix="give another model=, base= or adapters=") from error
     checkpoint.verify(directory, required=False)
     config = checkpoint.read_json(directory / "config.json")
     architecture, family = _family(config)
