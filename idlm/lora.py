@@ -19,7 +19,7 @@ from typing import Any
 
 from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
 from idlm.config.schema import is_integer, is_number
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 from idlm.semantics import PROJECTIONS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -146,18 +146,13 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
         )
     by_file: dict[Path, dict[str, tuple[Path, int, dict[str, Any]]]] = {}
     for path in files:
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
-                    raise ValueError("its header is longer than the file, or than any that is read")
-                header: dict[str, Any] = json.loads(file.read(length))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "IDLM-0308",
-                f"{path} cannot be read as safetensors: {error}",
-                fix="restore the file from its source",
-            ) from error
+        what = f"{path} cannot be read as safetensors"
+        reading = naming("IDLM-0308", what, fix="restore the file from its source", of=(OSError, ValueError))
+        with reading, path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
+                raise ValueError("its header is longer than the file, or than any that is read")
+            header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         by_file[path] = {name: (path, 8 + length, entry) for name, entry in header.items()}
     return tensors_by_name(directory, by_file.items())

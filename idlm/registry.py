@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 
 T = TypeVar("T")
 
@@ -82,15 +82,10 @@ class Registry(Generic[T]):
                 raise
 
     def _load_entry_point(self, entry: importlib.metadata.EntryPoint) -> None:
-        try:
+        owner = entry.dist.name if entry.dist else entry.value
+        what = f"the {self.kind} {entry.name!r} of the package {owner} cannot be loaded"
+        with naming("IDLM-0103", what, fix=f"update or uninstall {owner}"):
             loaded: Any = entry.load()
-        except Exception as error:
-            owner = entry.dist.name if entry.dist else entry.value
-            raise UserError(
-                "IDLM-0103",
-                f"the {self.kind} {entry.name!r} of the package {owner} cannot be loaded: {error}",
-                fix=f"update or uninstall {owner}",
-            ) from error
         registered = self._members.get(entry.name)
         if registered is not loaded and not isinstance(loaded, ModuleType):
             self.register(entry.name)(loaded)

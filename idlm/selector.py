@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 
 SELECTOR_FILE = "selector.safetensors"
 NUM_CANDIDATES = 16
@@ -40,15 +40,11 @@ def check_selector(kind: str, directory: Path, *, vocab_size: int, width: int) -
             fix="decode without it: decoder.selector=false",
         )
     path = Path(directory) / SELECTOR_FILE
-    try:
-        with safe_open(path, framework="pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, struct.error) as error:
-        raise UserError(
-            "IDLM-0621",
-            f"{path}, which idlm_config.json names a selector of drafts, cannot be read: {error}",
-            fix="restore the file, or decode without it: decoder.selector=false",
-        ) from error
+    what = f"{path}, which idlm_config.json names a selector of drafts, cannot be read"
+    fix = "restore the file, or decode without it: decoder.selector=false"
+    causes = (OSError, SafetensorError, struct.error)
+    with naming("IDLM-0621", what, fix=fix, of=causes), safe_open(path, framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     own = stored.get("hidden_WD", (SELECTOR_WIDTH,))[0]
     wanted = {
         "previous_VW": (vocab_size, own),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.checkpoint import check_file
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 
 _SWITCHES = tuple(
     re.compile(rf"\{{%[^%]*(?<![\w.'\"])({name})(?![\w'\"])") for name in ("enable_thinking", "thinking")
@@ -77,17 +77,13 @@ def render(
     if not messages:
         return ""
     extra = template_names(template, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
-    try:
+    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
+    what = f"the chat template refuses {[message.get('role') for message in messages]}"
+    fix = "give messages with the roles and fields that this model's template supports"
+    with naming("IDLM-0217", what, fix=fix):
         text: str = applied(
             tokenizer, template, messages, tokenize=False, add_generation_prompt=open_turn, **extra
         )
-    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0217",
-            f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
-            fix="give messages with the roles and fields that this model's template supports",
-        ) from error
     return text
 
 

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError, some_of
+from idlm.errors import UserError, naming, some_of
 from idlm.infer.evaluation.requests import EngineRequests
 
 UNSAFE = re.compile(r"^[\"']?unsafe_code[\"']?:\s*true", re.MULTILINE | re.IGNORECASE)
@@ -156,16 +156,10 @@ def local_tasks(name: str, files: ProblemFiles, folder: str) -> LocalTask:
 
 def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
     kind, cache = FORMATS.get(Path(data).suffix, "json"), str(Path(folder) / "cache")
-    try:
+    fix = "give subject, question, choices and answer, or one subject's file with task=mmlu_SUBJECT"
+    with naming("IDLM-0487", f"{data!r} is not a file of MMLU's problems", fix=fix):
         rows = load_dataset(kind, data_files=str(Path(data).resolve()), split="train", cache_dir=cache)
         subjects = sorted(set(rows["subject"]))
-    # `datasets` raises many kinds of errors for files that it cannot read.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0487",
-            f"{data!r} is not a file of MMLU's problems: {type(error).__name__}: {error}",
-            fix="give subject, question, choices and answer, or one subject's file with task=mmlu_SUBJECT",
-        ) from error
     found: dict[str, list[str]] = {subject: [] for subject in subjects}
     for row in rows:
         found[row["subject"]].append(json.dumps(row))

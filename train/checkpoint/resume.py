@@ -27,6 +27,7 @@ from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.config.compose import yaml_text
 from idlm.errors import UserError, naming
 from idlm.files.disk import cannot_save, release_lock, replace_text, take_lock
+from idlm.files.paths import translate_path_errors
 from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
 from idlm.publish import clear_stale
 from idlm.train.config.schema import AdapterConfig, TrainConfig
@@ -114,17 +115,11 @@ def named_checkpoint(config: TrainConfig) -> Path:
 def store_config(config: TrainConfig) -> None:
     """Store the configuration, which a resumed run is compared with, for config=run/config.yaml too."""
     run = Path(config.output_dir) / RUN_FOLDER
-    try:
+    with translate_path_errors("IDLM-0515", run, fix="give an output_dir that is writable"):
         (run / FINISHED_FILE).unlink(missing_ok=True)
         replace_text(run / CONFIG_FILE, config_text(config))
         contents = {key: _content(path, kind) for key, path, kind in _paths(asdict(config))}
         replace_text(run / INPUTS_FILE, json.dumps(contents))
-    except OSError as error:
-        raise UserError(
-            "IDLM-0515",
-            f"cannot write into {run}: {error.strerror}",
-            fix="give an output_dir that is writable",
-        ) from error
 
 
 def store_finished(config: TrainConfig, *, num_steps: int) -> None:

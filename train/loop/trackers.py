@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from idlm.errors import UserError
+from idlm.errors import naming
 from idlm.files.disk import replace_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.progress import EVALUATION, read_metrics
@@ -40,7 +40,9 @@ def _wandb(config: TrainConfig, folder: Path) -> Any:
     stored = folder / ID_FILE
     run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
     replace_text(stored, run_id + "\n")
-    try:
+    what = f"wandb.mode={config.wandb.mode}: Weights & Biases does not start"
+    fix = "run `wandb login`, or use wandb.mode=offline and `wandb sync` later"
+    with naming("IDLM-0551", what, fix=fix):
         import wandb
 
         return wandb.init(
@@ -53,13 +55,6 @@ def _wandb(config: TrainConfig, folder: Path) -> Any:
             config=asdict(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
-    # The exceptions for a missing key, a refused one and no network have no common base class.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.wandb.mode}: Weights & Biases does not start: {error}",
-            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
-        ) from error
 
 
 class _TensorBoard:

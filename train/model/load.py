@@ -220,11 +220,8 @@ def new_config(config_values: Mapping[str, Any]) -> PretrainedConfig:
         raise UserError(
             "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
         )
-    try:
+    with naming("IDLM-0502", "model.config", fix="correct model.config"):
         return AutoConfig.for_model(model_type, **values)
-    # Its validators raise what they like.
-    except Exception as error:
-        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
 
 
 def random_model(
@@ -242,11 +239,9 @@ def random_model(
     register_attention()
     config = new_config(config) if isinstance(config, Mapping) else config
     torch.manual_seed(seed)
-    try:
-        with torch.device(device or "cpu"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except ValueError as error:
-        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
+    refusing = naming("IDLM-0502", "model.config", fix="correct model.config", of=ValueError)
+    with refusing, torch.device(device or "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:

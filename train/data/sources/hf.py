@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 from idlm.files.records import Row, identity_of, is_hidden, is_saved, without_nulls
 from idlm.train.config.data import DEFAULT_SPLITS, DataConfig
 from idlm.train.data.base import SOURCES, Encoder
@@ -62,19 +62,12 @@ class DatasetReader:
             self.share_read = number / len(dataset)
 
 
-@contextmanager
-def _loading(config: DataConfig) -> Iterator[None]:
-    """Inside, every error of `datasets` becomes UserError IDLM-0232."""
-    try:
-        yield
-    # Network, hub, cache and format errors come as a dozen types of several libraries.
-    except Exception as error:
-        key = config.section
-        raise UserError(
-            "IDLM-0232",
-            f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded: {error}",
-            fix="give a folder written by save_to_disk; a name of the hub needs a network or its cache",
-        ) from error
+def _loading(config: DataConfig) -> AbstractContextManager[None]:
+    """Inside, errors of network, hub, cache and format become UserError IDLM-0232."""
+    key = config.section
+    fix = "give a folder written by save_to_disk; a name of the hub needs a network or its cache"
+    what = f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded"
+    return naming("IDLM-0232", what, fix=fix)
 
 
 def _load(arguments: dict[str, Any], split: str) -> Any:
