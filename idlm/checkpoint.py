@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
+from idlm.files.paths import refuse_pointer
 
 T = TypeVar("T")
 
@@ -108,10 +109,12 @@ def is_adapter(directory: Path) -> bool:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that should hold the weights; empty if no file names any. UserError IDLM-0607 for an
-    index that does not name plain *.safetensors files."""
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
-    return sorted(set(_index(directory).values()))
+    index that does not name plain *.safetensors files, and for pointers of Git LFS."""
+    is_single = (directory / SINGLE_FILE).is_file()
+    files = [directory / SINGLE_FILE] if is_single else sorted(set(_index(directory).values()))
+    for file in files:
+        refuse_pointer("IDLM-0607", file)
+    return files
 
 
 def tensors_by_name(directory: Path, by_file: Iterable[tuple[Path, Mapping[str, T]]]) -> dict[str, T]:

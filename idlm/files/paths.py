@@ -12,7 +12,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,6 +22,7 @@ DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged or truncated file raises."""
 PACKINGS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
 """Endings of compressed files, and how their content begins. No JSON begins so."""
+POINTER = b"version https://git-lfs.github.com/spec/"
 BOM = b"\xef\xbb\xbf"
 WIDE = {f"utf-{bits}{end}": f"UTF-{bits}{end[1:].upper()}" for bits in (16, 32) for end in ("", "-le", "-be")}
 PACKERS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -61,6 +62,21 @@ def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[
         raise UserError(code, f"cannot open {failed!r}: {error.strerror or error}", fix=fix) from error
 
 
+def refuse_pointer(code: str, path: Path) -> None:
+    """Raise UserError `code` for what a clone without Git LFS has in place of a large file."""
+    head = b""
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(len(POINTER))
+    if head == POINTER:
+        raise UserError(
+            code,
+            f"{path} is a pointer of Git LFS: the clone has no content of the file",
+            fix=f"git -C {shlex.quote(str(path.parent))} lfs pull",
+        )
+
+
 def packing(file: BinaryIO, path: Path) -> str | None:
     """Return the key of PACKINGS of an open file, by its content and else by its name; None: plain text."""
     head = cast(io.BufferedReader, file).peek(8)
@@ -96,6 +112,7 @@ def opened(code: str, path: str | Path, *, key: str, fix: str) -> Iterator[Binar
     with translate_path_errors(code, path, fix=fix):
         if not Path(path).is_file():
             raise UserError(code, f"{key}={str(path)!r} is not a file", fix=fix)
+        refuse_pointer(code, Path(path))
         file = Path(path).open("rb")  # noqa: SIM115
     with file:
         try:

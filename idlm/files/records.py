@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from idlm.errors import UserError, some_of
-from idlm.files.paths import PACKINGS, translate_path_errors
+from idlm.files.paths import PACKINGS, refuse_pointer, translate_path_errors
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
@@ -84,6 +84,8 @@ class FileReader:
         self.paths, self.left_out = search(path, groups)
         self.names = self.files = tuple(shown(name) for name in self.paths)
         self.share_read = 0.0
+        for file in self.paths:
+            refuse_pointer("IDLM-0231", file)
 
     def identity(self) -> list[Any]:
         return identity_of(self.paths)

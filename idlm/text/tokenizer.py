@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
+from idlm.files.paths import refuse_pointer
 from idlm.text.split_tokens import SplitTokens, restored, written_marks
 from idlm.text.templates import TEMPLATE_FILES, Message, all_template_text, render, unusable_files
 
@@ -56,6 +57,8 @@ def load_tokenizer(path: Path | str) -> Any:
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:
         return None
+    for name in present:
+        refuse_pointer("IDLM-0203", directory / name)
     try:
         if unusable := unusable_files(directory, TOKENIZER_FILES):
             raise ValueError("; ".join(unusable))
