@@ -33,6 +33,7 @@ from idlm.kernels.linear.kernel import QUANTUM
 STEP: gl.constexpr = gl.constexpr(groups.STEP)
 OUTPUTS: gl.constexpr = gl.constexpr(groups.OUTPUTS)
 QUANTUM_STEPS: gl.constexpr = gl.constexpr(QUANTUM.value // groups.STEP)
+BAND: gl.constexpr = gl.constexpr(groups.BAND)
 REGISTERS = {2: 232, 3: 160}
 """Of a thread of each of so many warpgroups, next to a warp that only loads."""
 LOADER_REGISTERS = 24
@@ -43,6 +44,16 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 @gluon.jit
 def _first_step(split, splits, steps):
     return split * ((steps + QUANTUM_STEPS - 1) // QUANTUM_STEPS) // splits * QUANTUM_STEPS
+
+
+@gluon.jit
+def _tile_at(tile, tiles_r, tiles_e):
+    """(tile of rows, tile of outputs). Tiles under way at a time share few rows and outputs, which the L2
+    cache holds."""
+    first = tile // (BAND * tiles_e) * BAND
+    height = gl.minimum(tiles_r - first, BAND)
+    within = tile - first * tiles_e
+    return first + within % height, within // height
 
 
 @gluon.jit
@@ -64,13 +75,13 @@ def _load(tensors, sizes, SHAPE: gl.constexpr, PDL: gl.constexpr):
     desc_x, desc_w = descriptors[0], descriptors[1]
     x_smem, w_smem = buffers
     full, free = bars
-    tiles_r, num_tiles, steps, _splits, up_row = sizes
+    tiles_r, tiles_e, steps, _splits, up_row = sizes
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = desc_x.block_type.shape[0]
     BYTES: gl.constexpr = desc_x.block_type.nbytes + SHAPE[0] * SHAPE[1] * desc_w.block_type.nbytes
     n = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        tile_r, tile_e = tile % tiles_r, tile // tiles_r
+    for tile in range(gl.program_id(0), tiles_r * tiles_e, gl.num_programs(0)):
+        tile_r, tile_e = _tile_at(tile, tiles_r, tiles_e)
         ahead = gl.where(n == 0, gl.minimum(steps, STAGES), 0)
         for k in range(ahead):
             _copy_weight(k, tile_e, k, up_row, desc_w, w_smem, full.index(k), SHAPE, BYTES)
@@ -156,12 +167,13 @@ def _multiply(tensors, sizes, epilogue, GROUP: gl.constexpr, SHAPE: gl.constexpr
     GROUPS: gl.constexpr = SHAPE[0]
     PARTS: gl.constexpr = SHAPE[1]
     IS_SPLIT: gl.constexpr = SHAPE[2]
-    tiles_r, num_tiles, steps, splits, num_outputs = sizes
+    tiles_r, tiles_e, steps, splits, num_outputs = sizes
     ROWS: gl.constexpr = desc_y.block_type.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     zero = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     n = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), tiles_r * tiles_e, gl.num_programs(0)):
+        tile_r, tile_e = _tile_at(tile, tiles_r, tiles_e)
         if IS_SPLIT:
             acc, up = zero, zero
             for s in range(splits):
@@ -173,7 +185,7 @@ def _multiply(tensors, sizes, epilogue, GROUP: gl.constexpr, SHAPE: gl.constexpr
         else:
             acc, up = _share(n, steps, buffers, bars, zero, GROUP, PARTS)
             n += steps
-        at = tile % tiles_r * ROWS, (tile // tiles_r * GROUPS + GROUP) * OUTPUTS
+        at = tile_r * ROWS, (tile_e * GROUPS + GROUP) * OUTPUTS
         _store(acc, up, bias_E, at, num_outputs, out_smem.index(GROUP), desc_y, PARTS)
     tma.store_wait(0)
 
@@ -203,8 +215,8 @@ def many_rows_kernel(
     bars = _barriers(STAGES, 1), _barriers(STAGES, GROUPS)
     barrier()
     tiles_r = (R + ROWS - 1) // ROWS
-    num_tiles = tiles_r * ((E + OUTPUTS * GROUPS - 1) // (OUTPUTS * GROUPS))
-    sizes = tiles_r, num_tiles, (D + STEP - 1) // STEP, splits, E
+    tiles_e = (E + OUTPUTS * GROUPS - 1) // (OUTPUTS * GROUPS)
+    sizes = tiles_r, tiles_e, (D + STEP - 1) // STEP, splits, E
     tensors, epilogue = ((desc_x, desc_w, desc_y), (x_smem, w_smem), bars), (bias_E, out_smem)
     SHAPE: gl.constexpr = (GROUPS, PARTS, IS_SPLIT)
     if GROUPS == 2:
