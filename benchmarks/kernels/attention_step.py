@@ -199,6 +199,7 @@ def _norm_of(x_RNH: Tensor, step: Step, *, pdl: bool) -> Tensor:
 def launch_of(step: Step, *, fixed: bool) -> Any:
     """The launch parameters that the back end would choose."""
     from idlm.kernels.paged_attention.choice import choose_launch
+    from idlm.kernels.paged_attention.planning import groups_serve
 
     return choose_launch(
         step.shape,
@@ -207,6 +208,7 @@ def launch_of(step: Step, *, fixed: bool) -> Any:
         max_slots=min(step.rows.max_slots, step.num_seen),
         num_sequences=len(step.rows.block_table),
         deterministic=fixed,
+        has_groups=step.lists_LBKC is None and groups_serve(step.rows, step.shape),
     )
 
 

@@ -13,8 +13,12 @@ MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
 GROUP_BLOCKS = 80
-"""Blocks of an item from which two warpgroups walk it: 124 of them gain 3 %, 31 and 17 lose (README.md).
-Measured for blocks of decoding, which are one tile; prompts are many."""
+"""Blocks of an item of decoding from which two warpgroups walk it: 124 of them gain 3 %, 31 and 17 lose
+(README.md)."""
+PROMPT_SLOTS, PROMPT_TILES = 256, 2
+"""Slots, and tiles for each multiprocessor, beyond which two warpgroups walk prompts in blocks of 128 slots:
+207 in place of 254 us with 8 prompts of 1,024 tokens, 534 in place of 761 with 2 of 4,096, but 129 in place
+of 110 with 64 of 128 (one H100)."""
 WHOLE_SLOTS = 2048
 """A walk of so many slots by one program takes about 20 us; a second kernel takes 2 us in every layer."""
 SHORT_BLOCK_TILES, TWO_PROGRAM_TILES = 2, 8
@@ -52,7 +56,7 @@ class Launch:
     warps: int = 4
     stages: int = 3
     programs_per_sm: int = 2
-    """Target number of items of all KV heads per multiprocessor."""
+    """Target number of items of all KV heads per multiprocessor; 0: no walk is split."""
     min_blocks: int = 2
     """Minimum length of an item in blocks."""
     whole_slots: int = 0
@@ -76,6 +80,8 @@ class Launch:
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False
     """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
+    turns: int = 1
+    """Items that a program of two warpgroups computes, one after the other."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends; programs of the sum then take
     places of walks, unless all fit."""
@@ -112,11 +118,13 @@ def choose_launch(
     num_sequences: int = 1,
     multiprocessors: int = 132,
     deterministic: bool = False,
+    has_groups: bool = False,
 ) -> Launch:
     """Choose tile and pipeline by the heads, the rows of a sequence (those that most have, if they are known)
     and of all (None: there is one sequence), and the number of slots.
 
-    `deterministic`: everything that affects the bits of a row is the same for every batch."""
+    `deterministic`: everything that affects the bits of a row is the same for every batch. `has_groups`: two
+    warpgroups can walk prompts."""
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
@@ -125,6 +133,10 @@ def choose_launch(
     tiles_per_sm = num_sequences * shape.num_kv_heads / multiprocessors
     if deterministic:
         return _fixed_launch(shape, block_n, packed, max_slots, num_sequences, tiles_per_sm, is_few)
+    num_tiles = (max_rows if num_rows is None else num_rows) * shape.num_heads // 128
+    is_long_prompt = packed > 128 and max_slots > PROMPT_SLOTS
+    if has_groups and is_long_prompt and num_tiles >= PROMPT_TILES * multiprocessors:
+        return _prompt_launch(shape, max_slots)
     block_m = 16 if is_wide or packed <= 16 else 32 if packed <= 32 else 64
     is_narrow = block_m == 16 and block_n == 64
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
@@ -160,6 +172,21 @@ def choose_launch(
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16,
         early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
+    )
+
+
+def _prompt_launch(shape: HeadShape, max_slots: int) -> Launch:
+    """Of prompts whose tiles fill the device: only a walk that takes as long as many others is split."""
+    return Launch(
+        block_m=128,
+        block_n=128,
+        min_blocks=1,
+        programs_per_sm=1 if max_slots > WHOLE_SLOTS else 0,
+        combine_rows=2,
+        combine_warps=1,
+        half_parts=shape.dtype == torch.bfloat16,
+        two_groups=True,
+        turns=2,
     )
 
 

@@ -1,15 +1,19 @@
-"""The walk of tall tiles for Hopper (sm_90) in Gluon: two warpgroups of 64 packed rows that never meet.
+"""The walk of tall tiles for Hopper (sm_90) in Gluon: four warps that only copy, and two warpgroups of 64
+packed rows that only compute and never meet.
 
 Items, masks and results equal those of `kernel.attend_kernel` without lists, fixed splits and sums before the
 block. There 8 warps multiply together and then compute exponentials together, while the tensor cores wait;
-here the softmax of one warpgroup overlaps the products of the other, as in FlashAttention-3 (Shah et al.
-2024, section 3.1). Departures: no warp only loads; the first warpgroup copies the keys of both, the second
-the values. Nothing makes them take turns (the paper's ping-pong), which was measured and is no faster.
+here the softmax of a block overlaps the values' product of the block before, and the products of the other
+warpgroup, as in FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2). Departures: keys and values come
+from pages of any size, 16 bytes a thread; nothing makes the warpgroups take turns (the paper's ping-pong),
+which was measured and is no faster. A program computes one item or two, and what the second reads is copied
+while the first is computed.
 
-Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers as wgmma leaves them, and weights go
-into the next product without shared memory. That holds the queries and rings of 6 blocks of keys and of
-values: 225 KiB, so one program a multiprocessor. Barriers of a position in the rings: `full` completes when
-all 256 threads have copied their pieces of keys or values, `free` when both warpgroups have read them.
+Layout: scores [64 rows, BLOCK_N slots] and sums [64 rows, H] are in registers as wgmma leaves them, and
+weights go into the next product without shared memory. That holds the queries and rings of keys and of values
+of `SLOTS` slots: 225 KiB, so one program a multiprocessor. Barriers: `full_q`, `full_k` and `full_v` complete
+when all threads that copy have copied their pieces, `free_q` and `free` when both warpgroups have read the
+queries, or the keys and values of a block.
 
 Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels
 compiles it, and interpreted runs take Triton's walk.
@@ -32,75 +36,140 @@ from idlm.kernels.paged_attention.kernel_plan import RECORD
 
 NOTHING: gl.constexpr = gl.constexpr(-1e30)
 NO_SLOT: gl.constexpr = gl.constexpr(1 << 30)
-REGISTERS = 248
-"""Of a thread of each group; more than 168 forbid a third warpgroup."""
-THREADS: gl.constexpr = gl.constexpr(256)
+REGISTERS, COPY_REGISTERS, MEAN_REGISTERS = 208, 88, 168
+"""Of a thread that computes, of one that copies, and of all 384 when the kernel starts."""
+COPY_THREADS: gl.constexpr = gl.constexpr(128)
 ROWS: gl.constexpr = gl.constexpr(64)
 """Packed rows of a warpgroup."""
-BLOCK_N: gl.constexpr = gl.constexpr(64)
-"""Slots of a block."""
-STAGES: gl.constexpr = gl.constexpr(6)
-"""Blocks of keys in shared memory, and of values."""
-AHEAD: gl.constexpr = gl.constexpr(4)
-"""Blocks that are copied ahead: two are in use where the groups are not at the same one."""
+SLOTS: gl.constexpr = gl.constexpr(384)
+"""Of keys in shared memory, and of values."""
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Of the threads of a warpgroup, once there are two. Triton 3.6 calls it `thread_barrier`."""
 
 
 @gluon.jit
-def _first_slot(i, walk):
+def _read(items, turn, total, SIZES: gl.constexpr):
+    """The item and KV head of a turn: its walk, rows and output, packed rows that see something, number of
+    blocks (0: there is no item). Every second turn goes backwards: walks of a prompt lengthen from item to
+    item, and so add up to like sums."""
+    K: gl.constexpr = SIZES[0]
+    G: gl.constexpr = SIZES[1]
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    index = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    is_item = index < total
+    index = gl.minimum(index, total - 1)
+    record = items + index // K * RECORD
+    count, start, stop = gl.load(record + 2), gl.load(record + 10), gl.load(record + 11)
+    low_limit, high_limit = gl.load(record + 6), gl.load(record + 7)
+    low_branch, high_own = gl.load(record + 8), gl.load(record + 9)
+    below = gl.load(record + 3), gl.load(record + 4)
+    walk = below[0], below[1], low_limit, high_limit, low_branch, high_own, start, stop
+    where = gl.load(record), gl.load(record + 1), count, index % K, gl.load(record + 15), gl.load(record + 16)
+    # Rows of padding see nothing, are not read, and give 0.
+    num_read = gl.where(gl.load(record + 5) > 0, count * G, 0)
+    num_blocks = gl.where(is_item & (count > 0), gl.maximum(stop - start, 1), 0)
+    return walk, where, num_read, num_blocks
+
+
+@gluon.jit
+def _first_slot(i, walk, BLOCK_N: gl.constexpr):
     """First slot of block `i` of the walk: the blocks below the limits, then those of the branches."""
     return gl.where(i < walk[0], i, i - walk[0] + walk[1]) * BLOCK_N
 
 
 @gluon.jit
-def _page_ids(table, i, walk, PAGE: gl.constexpr, layout: gl.constexpr):
+def _page_ids(table, i, walk, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Page id of each slot of block `i`; -1 where no row sees it, and after the share."""
-    slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=layout)
-    is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
+    slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=layout)
+    is_read = (slots < walk[3]) | ((slots >= walk[4]) & (slots <= walk[5]))
     pages = (slots.to(gl.uint32) // PAGE).to(gl.int32)
-    return gl.load(table + pages, mask=is_read & (i < walk[5]), other=-1).to(gl.int32)
+    return gl.load(table + pages, mask=is_read & (i < walk[7]), other=-1).to(gl.int32)
 
 
 @gluon.jit
-def _fetch(
-    i, n, pages, cache, buffers, bars, walk, stride_slot,
-    PAGE: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees."""
-    full, free = bars
-    stage = n % STAGES
-    slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    physical = pages * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
+def _copy_queries(queries, where, num_read, q_smem, G: gl.constexpr, layout: gl.constexpr):
+    """Start to copy the packed rows of an item; zeros for rows that see nothing."""
+    q_RNH, stride_q_row, stride_q_head = queries
+    H: gl.constexpr = q_smem.shape[2]
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
-    at = physical.to(gl.int64)[:, None] * stride_slot + columns[None, :]
-    mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(buffers.index(stage), cache + at, mask=(pages >= 0)[:, None])
-    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    for group in gl.static_range(2):
+        m = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        at = (where[1] + m // G).to(gl.int64) * stride_q_row + (where[3] * G + m % G) * stride_q_head
+        pointers = q_RNH + at[:, None] + columns[None, :]
+        async_copy.async_copy_global_to_shared(q_smem.index(group), pointers, mask=(m < num_read)[:, None])
+
+
+@gluon.jit
+def _copy(items, sizes, sources, buffers, bars, SIZES: gl.constexpr, PDL: gl.constexpr):
+    """The warps that copy: the queries of each item, then its keys and values, block by block."""
+    G: gl.constexpr = SIZES[1]
+    H: gl.constexpr = SIZES[2]
+    PAGE: gl.constexpr = SIZES[3]
+    queries, caches, tables = sources
+    k_cache_SKH, v_cache_SKH, stride_slot, stride_head = caches
+    q_smem, keys, values = buffers
+    full_q, free_q, full_k, full_v, free = bars
+    STAGES: gl.constexpr = keys.shape[0]
+    BLOCK_N: gl.constexpr = keys.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    slot_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))[None, :]
+    if PDL:
+        gdc_wait()
+    n, num_done = 0, 0
+    for turn in range(sizes[1]):
+        walk, where, num_read, num_blocks = _read(items, turn, sizes[0], SIZES)
+        if num_blocks > 0:
+            table = tables[0] + where[0].to(gl.int64) * tables[1]
+            at_head = where[3] * stride_head
+            start = walk[6]
+            pages = _page_ids(table, start, walk, PAGE, BLOCK_N, slot_layout)
+            mbarrier.wait(free_q.index(0), (num_done & 1) ^ 1)
+            _copy_queries(queries, where, num_read, q_smem, G, layout)
+            async_copy.mbarrier_arrive(full_q.index(0), increment_count=False)
+            for i in range(start, start + num_blocks):
+                stage = n % STAGES
+                slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=slot_layout)
+                physical = pages * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
+                at = physical.to(gl.int64)[:, None] * stride_slot + (at_head + columns)
+                is_read = (pages >= 0)[:, None]
+                # A load that depends on another one is started a block ahead.
+                pages = _page_ids(table, i + 1, walk, PAGE, BLOCK_N, slot_layout)
+                mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
+                async_copy.async_copy_global_to_shared(keys.index(stage), k_cache_SKH + at, mask=is_read)
+                async_copy.mbarrier_arrive(full_k.index(stage), increment_count=False)
+                async_copy.async_copy_global_to_shared(values.index(stage), v_cache_SKH + at, mask=is_read)
+                async_copy.mbarrier_arrive(full_v.index(stage), increment_count=False)
+                n += 1
+            num_done += 1
+    if PDL:
+        gdc_launch_dependents()
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _bounds(rows_of, m, where, num_read, low_branch, G: gl.constexpr):
+    """Limits, branches and own slots of packed rows."""
+    limits_R, branch_starts_R, own_slots_R = rows_of
+    at, sees = where[1] + m // G, m < num_read
+    limits = gl.load(limits_R + at, mask=sees, other=0).to(gl.int32)
+    branches = gl.load(branch_starts_R + at, mask=sees & (low_branch < NO_SLOT), other=NO_SLOT).to(gl.int32)
+    owns = gl.load(own_slots_R + at, mask=sees, other=0).to(gl.int32)
+    return limits, branches, owns
 
 
 @gluon.jit
 def _hidden(scores, i, walk, bounds, layout: gl.constexpr):
     """Scores with -inf where a row does not see a slot; blocks that all rows see are left alone."""
-    limits, branches, owns, low_limit = bounds
-    first = _first_slot(i, walk)
-    if first + BLOCK_N > low_limit:
+    limits, branches, owns = bounds
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    first = _first_slot(i, walk, BLOCK_N)
+    if first + BLOCK_N > walk[2]:
         slots = (first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
         is_seen = (slots < limits[:, None]) | ((slots >= branches[:, None]) & (slots <= owns[:, None]))
         scores = gl.where(is_seen, scores, float("-inf"))
     return scores
-
-
-@gluon.jit
-def _bounds(rows_of, m, item, G: gl.constexpr):
-    """Limits, branches and own slots of packed rows, and the lowest limit of the tile."""
-    limits_R, branch_starts_R, own_slots_R = rows_of
-    row, num_read, low_limit, low_branch = item
-    at, sees = row + m // G, m < num_read
-    limits = gl.load(limits_R + at, mask=sees, other=0).to(gl.int32)
-    branches = gl.load(branch_starts_R + at, mask=sees & (low_branch < NO_SLOT), other=NO_SLOT).to(gl.int32)
-    owns = gl.load(own_slots_R + at, mask=sees, other=0).to(gl.int32)
-    return limits, branches, owns, low_limit
 
 
 @gluon.jit
@@ -120,7 +189,7 @@ def _store(
 
     Stored from the layout of the product: another one would pass through memory that the other group uses."""
     o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head = outputs
-    row, count, kv_head, num_items, my_part = where
+    _, row, count, kv_head, num_items, my_part = where
     H: gl.constexpr = acc.shape[1]
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))[None, :]
     m = first_m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -144,127 +213,117 @@ def _store(
 
 
 @gluon.jit
-def _group(share, SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr):
-    """The walk of one warpgroup over its 64 packed rows, which copies keys (values if SECOND) for both."""
+def _attend(
+    items, sizes, rows_of, outputs, scale_log2, buffers, bars,
+    SECOND: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: the walks of 64 packed rows of each item, and their store."""
     K: gl.constexpr = SIZES[0]
     G: gl.constexpr = SIZES[1]
     H: gl.constexpr = SIZES[2]
-    PAGE: gl.constexpr = SIZES[3]
-    queries, cache, buffers, bars, table, rows_of, walk, start, item, where, outputs, scale_log2 = share
-    q_RNH, stride_q_row, stride_q_head, both_q_smem = queries
-    k_cache_SKH, v_cache_SKH, stride_slot = cache
-    keys, values = buffers
-    full, free = bars
-    dtype: gl.constexpr = q_RNH.dtype.element_ty
+    both_q_smem, keys, values = buffers
+    full_q, free_q, full_k, full_v, free = bars
+    STAGES: gl.constexpr = keys.shape[0]
+    BLOCK_N: gl.constexpr = keys.shape[1]
+    dtype: gl.constexpr = keys.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot_layout: gl.constexpr = gl.SliceLayout(1, flat)
     FIRST_M: gl.constexpr = ROWS if SECOND else 0
     q_smem = both_q_smem.index(1 if SECOND else 0)
-    source, mine = (v_cache_SKH, values) if SECOND else (k_cache_SKH, keys)
-
-    bounds = _bounds(rows_of, FIRST_M + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)), item, G)
-    pages = _page_ids(table, start, walk, PAGE, slot_layout)
-    if PDL:
-        gdc_wait()
-    for g in gl.static_range(AHEAD):
-        next_pages = _page_ids(table, start + g + 1, walk, PAGE, slot_layout)
-        _fetch(start + g, g, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
-        pages = next_pages
-    m = FIRST_M + gl.arange(0, ROWS, layout=slot_layout)
-    columns = gl.arange(0, H, layout=gl.SliceLayout(0, flat))
-    at_q = (where[0] + m // G).to(gl.int64) * stride_q_row + (where[2] * G + m % G) * stride_q_head
-    q_smem.store(gl.load(q_RNH + at_q[:, None] + columns[None, :], mask=(m < item[1])[:, None], other=0.0))
-    fence_async_shared()
-    barrier()
-
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    acc = gl.zeros([ROWS, H], gl.float32, o_layout)
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
-    highest = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, s_layout))
-    mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma(q_smem, keys.index(0).permute((1, 0)), zero, use_acc=False)
-    scores = _hidden(scores, start, walk, bounds, s_layout)
-    weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
-    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-    for i in range(start, walk[5] - 1):
-        # The values of a block and the keys of the next one: products without a wait between them.
-        n = i - start
-        stage, next_stage = n % STAGES, (n + 1) % STAGES
-        mbarrier.wait(full.index(next_stage), ((n + 1) // STAGES) & 1)
-        sums = warpgroup_mma(p, values.index(stage), acc, is_async=True)
-        next_keys = keys.index(next_stage).permute((1, 0))
-        scores = warpgroup_mma(q_smem, next_keys, zero, use_acc=False, is_async=True)
-        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
-        pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, slot_layout)
-        acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
-        # All warps of the group have read the block.
-        barrier()
-        mbarrier.arrive(free.index(stage), count=1)
-        scores = _hidden(scores, i + 1, walk, bounds, s_layout)
-        weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
-        acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
-        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-    acc = warpgroup_mma(p, values.index(gl.maximum(walk[5] - 1 - start, 0) % STAGES), acc)
-    if PDL:
-        gdc_launch_dependents()
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    total, highest = gl.convert_layout(total, out_rows), gl.convert_layout(highest, out_rows)
-    _store(acc, total, highest, outputs, where, FIRST_M, K, G, o_layout)
+    n, num_done = 0, 0
+    for turn in range(sizes[1]):
+        walk, where, num_read, num_blocks = _read(items, turn, sizes[0], SIZES)
+        if num_blocks > 0:
+            start = walk[6]
+            m = FIRST_M + gl.arange(0, ROWS, layout=s_rows)
+            bounds = _bounds(rows_of, m, where, num_read, walk[4], G)
+            acc = gl.zeros([ROWS, H], gl.float32, o_layout)
+            row_sums = gl.zeros([ROWS], gl.float32, s_rows)
+            highest = gl.full([ROWS], NOTHING, gl.float32, s_rows)
+            mbarrier.wait(full_q.index(0), num_done & 1)
+            mbarrier.wait(full_k.index(n % STAGES), (n // STAGES) & 1)
+            scores = warpgroup_mma(q_smem, keys.index(n % STAGES).permute((1, 0)), zero, use_acc=False)
+            scores = _hidden(scores, start, walk, bounds, s_layout)
+            weights, row_sums, highest, shrink = _softmax(scores, row_sums, highest, scale_log2)
+            p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+            for i in range(start + 1, start + num_blocks):
+                # The keys of a block and the values of the one before, whose product ends after the softmax.
+                stage, next_stage = n % STAGES, (n + 1) % STAGES
+                mbarrier.wait(full_k.index(next_stage), ((n + 1) // STAGES) & 1)
+                next_keys = keys.index(next_stage).permute((1, 0))
+                scores = warpgroup_mma(q_smem, next_keys, zero, use_acc=False, is_async=True)
+                mbarrier.wait(full_v.index(stage), (n // STAGES) & 1)
+                sums = warpgroup_mma(p, values.index(stage), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=(scores,))
+                scores = _hidden(scores, i, walk, bounds, s_layout)
+                weights, row_sums, highest, shrink = _softmax(scores, row_sums, highest, scale_log2)
+                acc, p = warpgroup_mma_wait(0, deps=(sums, p))
+                # All warps of the group have read the block.
+                barrier()
+                mbarrier.arrive(free.index(stage), count=1)
+                acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
+                p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+                n += 1
+            barrier()
+            mbarrier.arrive(free_q.index(0), count=1)
+            mbarrier.wait(full_v.index(n % STAGES), (n // STAGES) & 1)
+            acc = warpgroup_mma(p, values.index(n % STAGES), acc)
+            barrier()
+            mbarrier.arrive(free.index(n % STAGES), count=1)
+            n += 1
+            num_done += 1
+            row_sums, highest = gl.convert_layout(row_sums, out_rows), gl.convert_layout(highest, out_rows)
+            _store(acc, row_sums, highest, outputs, where, FIRST_M, K, G, o_layout)
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    """One barrier for each block of the ring."""
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=COUNT)
+def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that so many arrivals complete."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(NUM):
+        mbarrier.init(bars.index(number), count=COUNT)
     return bars
 
 
-@gluon.jit(do_not_specialize=["stride_table"])
+@gluon.jit(do_not_specialize=["total", "turns", "stride_table"])
 def attend_kernel(
-    tensors, rows_of, items, parts, scale_log2, strides, stride_table,
-    SHAPE: gl.constexpr, PAGE: gl.constexpr, WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    tensors, rows_of, items, total, turns, parts, scale_log2, strides, stride_table,
+    SHAPE: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One item of one KV head: the output if the tile has one item, else a part."""
+    """Up to `turns` of the `total` items of all KV heads: the output of a tile with one item, else a part."""
     q_RNH, k_cache_SKH, v_cache_SKH, o_RNH = tensors
     block_table, limits_R, branch_starts_R, own_slots_R = rows_of
     stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head = strides
-    K: gl.constexpr = SHAPE.num_kv_heads
-    G: gl.constexpr = SHAPE.group
     H: gl.constexpr = SHAPE.head_dim
+    STAGES: gl.constexpr = SLOTS // BLOCK_N
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     smem: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, H], dtype)
     q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, H], dtype)
-    SIZES: gl.constexpr = (K, G, H, PAGE)
-    kv_head, item = gl.program_id(0) % K, gl.program_id(0) // K
-    record = items + item * RECORD
-    b, row, count = gl.load(record), gl.load(record + 1), gl.load(record + 2)
-    low_limit, start, stop = gl.load(record + 6), gl.load(record + 10), gl.load(record + 11)
-    high_limit, low_branch, high_own = gl.load(record + 7), gl.load(record + 8), gl.load(record + 9)
-    walk = gl.load(record + 3), gl.load(record + 4), high_limit, low_branch, high_own, stop
-    where = row, count, kv_head, gl.load(record + 15), gl.load(record + 16)
-    # Rows of padding see nothing, are not read, and give 0.
-    num_read = gl.where(gl.load(record + 5) > 0, count * G, 0)
-
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
     keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
     values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
-    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
-    # All threads signal when their copy is complete; one thread of each group frees a buffer.
-    bars = _barriers(THREADS), _barriers(2)
+    # All threads that copy signal when their copy is complete; one thread of each group frees a buffer.
+    of_queries = _barriers(1, COPY_THREADS), _barriers(1, 2)
+    of_blocks = _barriers(STAGES, COPY_THREADS), _barriers(STAGES, COPY_THREADS), _barriers(STAGES, 2)
+    fence_async_shared()
     barrier()
-    table = block_table + b.to(gl.int64) * stride_table
-    queries = q_RNH, stride_q_row, stride_q_head, q_smem
-    cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head, stride_slot
+    SIZES: gl.constexpr = (SHAPE.num_kv_heads, SHAPE.group, H, PAGE)
+    sizes, buffers = (total, turns), (q_smem, keys, values)
+    bars = of_queries[0], of_queries[1], of_blocks[0], of_blocks[1], of_blocks[2]
+    caches = k_cache_SKH, v_cache_SKH, stride_slot, stride_head
+    sources = (q_RNH, stride_q_row, stride_q_head), caches, (block_table, stride_table)
     bounds_of = limits_R, branch_starts_R, own_slots_R
-    item_of = row, num_read, low_limit, low_branch
     outputs = o_RNH, parts.o, parts.sums, stride_o_row, stride_o_head
-    buffers = keys, values
-    share = queries, cache, buffers, bars, table, bounds_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
-        [(_group, (share, False, SIZES, PDL)), (_group, (share, True, SIZES, PDL))], [4], [WORKER_REGISTERS]
+        [
+            (_attend, (items, sizes, bounds_of, outputs, scale_log2, buffers, bars, False, SIZES)),
+            (_attend, (items, sizes, bounds_of, outputs, scale_log2, buffers, bars, True, SIZES)),
+            (_copy, (items, sizes, sources, buffers, bars, SIZES, PDL)),
+        ],
+        [4, 4],
+        [REGISTERS, COPY_REGISTERS],
     )

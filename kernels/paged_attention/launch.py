@@ -7,11 +7,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from idlm.kernels.backend import FP8, INTERPRETED, KERNEL_DTYPES, LOG2_E, gpu_of, has_gluon, pdl_options
+from idlm.kernels.backend import FP8, INTERPRETED, KERNEL_DTYPES, LOG2_E, gpu_of, pdl_options
 from idlm.kernels.paged_attention.choice import Walk, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
-from idlm.kernels.paged_attention.planning import TritonPlan, plan
+from idlm.kernels.paged_attention.planning import TritonPlan, groups_serve, plan
 from idlm.kernels.paged_attention.types import BeforeBlock, HeadShape
 
 __all__ = ["TritonPlan", "plan", "problems", "run"]
@@ -83,13 +83,15 @@ def _attend(
     if before is None and scales is None and lists_BKC is None and has_groups(plan):
         from idlm.kernels.paged_attention import kernel_hopper
 
-        kernel_hopper.attend_kernel[grid](
-            *(tensors, of_rows, plan.items, plan.parts, *sizes),
+        kernel_hopper.attend_kernel[(triton.cdiv(grid[0], launch.turns),)](
+            *(tensors, of_rows, plan.items, grid[0], launch.turns, plan.parts, *sizes),
             SHAPE=shape,
             PAGE=rows.page_size,
-            WORKER_REGISTERS=kernel_hopper.REGISTERS,
+            BLOCK_N=launch.block_n,
+            REGISTERS=kernel_hopper.REGISTERS,
+            COPY_REGISTERS=kernel_hopper.COPY_REGISTERS,
             num_warps=4,
-            maxnreg=kernel_hopper.REGISTERS,
+            maxnreg=kernel_hopper.MEAN_REGISTERS,
             **pdl_options(launch.pdl),
         )
         return
@@ -119,16 +121,9 @@ def _attend(
 
 def has_groups(plan: TritonPlan) -> bool:
     """Whether the walk of two warpgroups is chosen and computes these tiles on this device."""
-    shape, launch = plan.shape, plan.launch
-    return (
-        launch.two_groups
-        and plan.rows.first_slots_R is None
-        and (launch.block_m, launch.block_n, launch.split_slots) == (128, 64, 0)
-        and shape.head_dim == 128
-        and shape.dtype != torch.float32
-        and shape.kv_dtype in (None, shape.dtype)
-        and has_gluon(gpu_of(plan.items.device))
-    )
+    launch = plan.launch
+    is_tile = launch.block_m == 128 and launch.block_n in (64, 128) and not launch.split_slots
+    return launch.two_groups and is_tile and groups_serve(plan.rows, plan.shape)
 
 
 def _combine(

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import triton
 
-from idlm.kernels.backend import has_pdl, num_multiprocessors
+from idlm.kernels.backend import gpu_of, has_gluon, has_pdl, num_multiprocessors
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, walks_apart
 from idlm.kernels.paged_attention.kernel_plan import RECORD, item_kernel, tile_kernel
 from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
@@ -94,6 +94,8 @@ def choose_launches(
         else min(rows.max_slots, rows.num_listed + rows.max_rows),
         "num_sequences": num_sequences,
         "multiprocessors": num_multiprocessors(device),
+        # Layers with lists, or with sums before the block, would take Triton's walk of this tile.
+        "has_groups": rows.starts_B is None and groups_serve(rows, shape),
     }
     choose = functools.partial(choose_launch, shape, **sizes, deterministic=deterministic)
     launch = choose(max_rows=rows.max_rows, usual_rows=rows.usual_rows, num_rows=num_rows)
@@ -103,9 +105,21 @@ def choose_launches(
     # As in a pass that has no other sequences, so that its kernels are compiled once.
     narrow = replace(choose(max_rows=few, num_rows=few * num_sequences), pdl=launch.pdl)
     max_rows = max(few, narrow.block_m // shape.group)
+    sizes.pop("has_groups")
     if max_rows >= min(rows.max_rows, num_rows) or not walks_apart(shape, narrow, launch, **sizes):
         return launch, None, 0
     return launch, narrow, max_rows
+
+
+def groups_serve(rows: AttentionRows, shape: HeadShape) -> bool:
+    """Whether the walk of two warpgroups computes such rows and heads on their device."""
+    return (
+        rows.first_slots_R is None
+        and shape.head_dim == 128
+        and shape.dtype != torch.float32
+        and shape.kv_dtype in (None, shape.dtype)
+        and has_gluon(gpu_of(rows.cu_rows.device))
+    )
 
 
 def _plan(

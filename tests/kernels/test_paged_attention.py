@@ -234,14 +234,32 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     from idlm.kernels.paged_attention import kernel_hopper
     from idlm.kernels.paged_attention.choice import choose_launch
 
-    launch = choose_launch(QWEN3_8B, max_rows=32, num_rows=32, max_slots=131072)
-    assert launch.two_groups and launch.half_parts
-    result = compiled_layer(launch, num_rows=32, context=131072)["attend_kernel"]
-    assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
-    assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
-    # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.
-    assert result.ptx.count("wgmma.mma_async") == 2 * 2 * (128 // 16 + 64 // 16)
-    assert result.spilled_bytes == 0 and "serialized" not in result.output
+    blocks = choose_launch(QWEN3_8B, max_rows=32, num_rows=32, max_slots=131072)
+    prompts = choose_launch(QWEN3_8B, max_rows=2048, num_rows=2048, max_slots=131072, has_groups=True)
+    for launch, block_n in ((blocks, 64), (prompts, 128)):
+        assert launch.two_groups and launch.half_parts and launch.block_n == block_n
+        result = compiled_layer(launch, num_rows=32, context=131072)["attend_kernel"]
+        assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
+        assert f".maxnreg {kernel_hopper.MEAN_REGISTERS}" in result.ptx and ".reqntid 384" in result.ptx
+        # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.
+        assert result.ptx.count("wgmma.mma_async") == 2 * 2 * (128 // 16 + block_n // 16)
+        assert result.spilled_bytes == 0 and "serialized" not in result.output
+
+
+def test_two_warpgroups_walk_prompts_that_fill_the_device() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    def chosen(num_rows: int, slots: int, **more: Any) -> tuple[bool, int]:
+        sizes = {"max_rows": num_rows, "num_rows": num_rows, "max_slots": slots, "has_groups": True, **more}
+        launch = choose_launch(QWEN3_8B, **sizes)
+        return launch.two_groups, launch.programs_per_sm
+
+    assert chosen(2048, 2048) == (True, 0) and chosen(2048, 2049) == (True, 1)
+    assert chosen(8192, 128, max_rows=128, num_sequences=64)[0] is False, "blocks of 128 slots are long"
+    assert chosen(512, 2048)[0] is False, "136 tiles do not hide how long each waits"
+    assert chosen(2048, 2048, has_groups=False)[0] is False
+    assert chosen(2048, 2048, deterministic=True)[0] is False
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -72,6 +72,9 @@ SETTINGS = {
         )
         for dtype, page_size, half in ((BF16, 16, True), (BF16, 64, True), (FP16, 5, False))
     },
+    "two_groups_prompts": Setting(
+        shape=heads(32, 8, 128), page_size=24, tunables=(*TWO_GROUPS, ("block_n", 128), ("turns", 2))
+    ),
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
     "qwen3_8b_fixed_short": Setting(
         shape=heads(32, 8, 128), deterministic=True, tunables=(("split_slots", 64), ("octave", 2))
@@ -179,6 +182,19 @@ def test_decoding_sequences_walk_apart_from_prompts(few_rows: int, longest: int)
     outs = [paged_attention(q_RNH, *caches, plan, scale=SCALE) for q_RNH in layers]
     assert torch.equal(outs[2], alone) and torch.equal(outs[3], alone)
     assert not torch.equal(outs[0], alone) and not torch.equal(outs[1], alone)
+
+
+@pytest.mark.parametrize("slots", [1000, 5000])
+def test_two_warpgroups_walk_prompts(slots: int) -> None:
+    """Whole ones, chunks, an empty sequence, one of a few rows; more items than programs, each with two. In
+    the second case the longest walk is split."""
+    sequences = [causal(0, 1000), causal(300, 700), [], causal(0, 129), causal(5, 3), causal(0, 900)]
+    sequences += [causal(slots - 70, 70), causal(0, 777)]
+    case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100, spare_slots=60)
+    plan = plan_attention(case.rows, case.shape, backend="triton")
+    assert getattr(plan, "launch", None) and plan.launch.two_groups and plan.num_items * 8 >= 4 * 132
+    found = paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
+    assert error_ratio(case, found) <= 2
 
 
 def fixed_content(case: Case, b: int) -> Case:
