@@ -129,13 +129,12 @@ def choose_launch(
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
     packed = min(max_rows, usual_rows or max_rows) * shape.group
-    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
+    is_few = (num_rows := max_rows if num_rows is None else num_rows) <= FEW_ROWS
     tiles_per_sm = num_sequences * shape.num_kv_heads / multiprocessors
     if deterministic:
         return _fixed_launch(shape, block_n, packed, max_slots, num_sequences, tiles_per_sm, is_few)
-    num_tiles = (max_rows if num_rows is None else num_rows) * shape.num_heads // 128
-    is_long_prompt = packed > 128 and max_slots > PROMPT_SLOTS
-    if has_groups and is_long_prompt and num_tiles >= PROMPT_TILES * multiprocessors:
+    is_prompt = has_groups and packed > 128 and max_slots > PROMPT_SLOTS
+    if is_prompt and num_rows * shape.num_heads >= 128 * PROMPT_TILES * multiprocessors:
         return _prompt_launch(shape, max_slots)
     block_m = 16 if is_wide or packed <= 16 else 32 if packed <= 32 else 64
     is_narrow = block_m == 16 and block_n == 64
@@ -143,15 +142,13 @@ def choose_launch(
     # One program that loads twice as far ahead hides latency better than two, if each has work.
     is_long = is_narrow and num_blocks >= 4 * multiprocessors and tiles_per_sm < SHORT_BLOCK_TILES
     loads_ahead = is_narrow and SHORT_BLOCK_TILES <= tiles_per_sm < TWO_PROGRAM_TILES
-    programs_per_sm = 1 if is_long else 2
+    programs_per_sm, is_long_block = 1 if is_long else 2, False
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
-    is_long_block = False
     if is_tall:
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
-        sizes = num_sequences * shape.num_kv_heads * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
-        programs_per_sm = even_programs(*sizes, multiprocessors)
-        blocks_of_item = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
+        num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, 128)
+        programs_per_sm, blocks_of_item = _tall_items(num_tiles, max_slots, multiprocessors)
         is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
     combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
     if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
@@ -173,6 +170,13 @@ def choose_launch(
         early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
     )
+
+
+def _tall_items(num_tiles: int, max_slots: int, multiprocessors: int) -> tuple[int, int]:
+    """Programs per multiprocessor of tall tiles, and blocks of their items."""
+    sizes = num_tiles, triton.cdiv(max_slots, 64)
+    programs_per_sm = even_programs(*sizes, multiprocessors)
+    return programs_per_sm, sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
 
 
 def _prompt_launch(shape: HeadShape, max_slots: int) -> Launch:
