@@ -130,7 +130,8 @@ def choose_launch(
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
     packed = min(max_rows, usual_rows or max_rows) * shape.group
     is_few = (num_rows := max_rows if num_rows is None else num_rows) <= FEW_ROWS
-    tiles_per_sm = num_sequences * shape.num_kv_heads / multiprocessors
+    num_walks = num_sequences * shape.num_kv_heads
+    tiles_per_sm = num_walks / multiprocessors
     if deterministic:
         return _fixed_launch(shape, block_n, packed, max_slots, num_sequences, tiles_per_sm, is_few)
     is_prompt = has_groups and packed > 128 and max_slots > PROMPT_SLOTS
@@ -138,18 +139,15 @@ def choose_launch(
         return _prompt_launch(shape, max_slots)
     block_m = 16 if is_wide or packed <= 16 else 32 if packed <= 32 else 64
     is_narrow = block_m == 16 and block_n == 64
-    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
+    num_blocks = num_walks * triton.cdiv(max_slots, block_n)
     # One program that loads twice as far ahead hides latency better than two, if each has work.
     is_long = is_narrow and num_blocks >= 4 * multiprocessors and tiles_per_sm < SHORT_BLOCK_TILES
     loads_ahead = is_narrow and SHORT_BLOCK_TILES <= tiles_per_sm < TWO_PROGRAM_TILES
     programs_per_sm, is_long_block = 1 if is_long else 2, False
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
     if is_tall:
-        # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
-        num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, 128)
-        programs_per_sm, blocks_of_item = _tall_items(num_tiles, max_slots, multiprocessors)
-        is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
+        programs_per_sm, is_long_block = _tall_items(num_walks, packed, max_slots, multiprocessors)
     combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
     if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
@@ -172,11 +170,13 @@ def choose_launch(
     )
 
 
-def _tall_items(num_tiles: int, max_slots: int, multiprocessors: int) -> tuple[int, int]:
-    """Programs per multiprocessor of tall tiles, and blocks of their items."""
-    sizes = num_tiles, triton.cdiv(max_slots, 64)
+def _tall_items(num_walks: int, packed: int, max_slots: int, multiprocessors: int) -> tuple[int, bool]:
+    """Programs per multiprocessor of tall tiles, each of which reads once what two tiles would read twice, and
+    whether items are long walks of one tile."""
+    sizes = num_walks * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
     programs_per_sm = even_programs(*sizes, multiprocessors)
-    return programs_per_sm, sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
+    blocks = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
+    return programs_per_sm, packed <= 128 and blocks >= GROUP_BLOCKS
 
 
 def _prompt_launch(shape: HeadShape, max_slots: int) -> Launch:
