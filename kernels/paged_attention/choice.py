@@ -171,8 +171,8 @@ def choose_launch(
 
 
 def _tall_items(num_walks: int, packed: int, max_slots: int, multiprocessors: int) -> tuple[int, bool]:
-    """Programs per multiprocessor of tall tiles, each of which reads once what two tiles would read twice, and
-    whether items are long walks of one tile."""
+    """Programs per multiprocessor of tall tiles, each of which reads once what two tiles would each read;
+    and whether items are long walks of one tile."""
     sizes = num_walks * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
     programs_per_sm = even_programs(*sizes, multiprocessors)
     blocks = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
