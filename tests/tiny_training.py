@@ -10,7 +10,7 @@ import torch
 
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train.data.dataset import collate
-from idlm.train.data.layout import Sample, pack_rows
+from idlm.train.data.layout import Sample, SampleRows, pack_rows
 from idlm.train.model.load import random_model
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Stage
@@ -86,11 +86,15 @@ def stage_of(stride: int, clean_weight: float | None = 0.2) -> Stage:
     return Stage(index=0, stride=stride, num_steps=1, clean_weight=clean_weight)
 
 
+def collated(documents: list[SampleRows], *, padding: int = 0) -> Batch:
+    row = pack_rows(documents, sum(map(len, documents)) + padding, pad_token_id=0)
+    return collate([row | {"item_id": 0, "stage": 0}])
+
+
 def batch_of(
     samples: list[Sample], objective: Objective, stage: Stage, *, padding: int = 0
 ) -> dict[str, torch.Tensor]:
     """A collated micro-batch of one packed row."""
     total = sum(objective.num_rows(len(sample), sample.num_targets) for sample in samples) + padding
     row = pack_rows([objective.rows(sample, stage) for sample in samples], total, pad_token_id=0)
-    item = row | {"item_id": 0, "stage": 0}
-    return collate([item])
+    return collate([row | {"item_id": 0, "stage": 0}])

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from idlm.kernels.split_attention.op import visible
 from idlm.masks import RowMeta, dense_mask
-from idlm.train.data.dataset import collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Sample, SampleRows, pack_rows
 from idlm.train.model.attention import document_masks, flex_predicate, row_ranges
 from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
@@ -26,7 +25,7 @@ from idlm.train.objectives.full import FullDiffusion
 from idlm.train.objectives.masked import LOWEST_RATE
 from idlm.train.planning.dry_run import sample_text
 from idlm.train.planning.flops import TokenCounts
-from tests.tiny_training import MASK, HiddenStates, random_sample, tiny_model
+from tests.tiny_training import MASK, HiddenStates, collated, random_sample, tiny_model
 
 STOP = 7
 TOLERANCE = 1e-5
@@ -42,11 +41,6 @@ def objective_of(mask_region: str = "response", *, max_padding: int = 0) -> Full
 
 def ending(sample: Sample) -> Sample:
     return Sample(token_ids=np.append(sample.token_ids[:-1], STOP), supervised=sample.supervised)
-
-
-def collated(documents: list[SampleRows], *, padding: int = 0) -> Batch:
-    row = pack_rows(documents, sum(map(len, documents)) + padding, pad_token_id=0)
-    return collate([row | {"item_id": 0, "stage": 0}])
 
 
 def terms_of(

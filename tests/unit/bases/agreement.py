@@ -59,6 +59,14 @@ def write_base(directory: Path, family: str = "qwen3", **fields: Any) -> Path:
     return directory
 
 
+def with_keys(**values: Any) -> Change:
+    def apply(base: Path) -> None:
+        path = base / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return apply
+
+
 def config_of(base: Path, output: Path, **changes: object) -> TrainConfig:
     """A run of one step on a CPU."""
     data = output.parent / "data.jsonl"

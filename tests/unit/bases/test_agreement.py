@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.bases.agreement import Change, config_of, of_the_dry_run, of_the_run, weights, write_base
+from tests.unit.bases.agreement import (
+    Change,
+    config_of,
+    of_the_dry_run,
+    of_the_run,
+    weights,
+    with_keys,
+    write_base,
+)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PLAIN_LORA = {"adapter.rank": 4, "adapter.alpha": 8, "adapter.gated": "false", "export.merge": "true"}
@@ -31,16 +39,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     }
 
 
-def config(**values: Any) -> Change:
-    def apply(base: Path) -> None:
-        path = base / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return apply
-
-
 def quantised(**values: Any) -> Change:
-    return config(quantization_config=values)
+    return with_keys(quantization_config=values)
 
 
 def file(name: str, content: str) -> Change:
@@ -97,9 +97,9 @@ ANSWERS: dict[str, tuple[str, Change, dict[str, object], str | None]] = {
     "experts": ("moe", nothing, {}, None),
     "learned positions": ("learned", nothing, {}, None),
     "float8": ("plain", quantised(quant_method="fp8", activation_scheme="dynamic"), {}, "has fp8"),
-    "an MLX copy": ("plain", config(quantization={"bits": 4, "group_size": 64}), {}, "'bits': 4"),
+    "an MLX copy": ("plain", with_keys(quantization={"bits": 4, "group_size": 64}), {}, "'bits': 4"),
     "float8 without a word": ("plain", as_codes(torch.float8_e4m3fn), {}, "holds F8_E4M3"),
-    "no quantisation": ("plain", config(quantization_config=None), {}, None),
+    "no quantisation": ("plain", with_keys(quantization_config=None), {}, None),
     "old frequencies": ("plain", weights(frequencies), {}, None),
     "a surplus tensor": ("plain", weights(lambda t: t.update(more=torch.ones(1))), {}, "1 not used: more"),
     "an equal head": ("tied", stored_head(1), {}, None),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from tests.small_tokenizers import save_byte_level
-from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, weights, write_base
+from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, weights, with_keys, write_base
 
 Settings = dict[str, Any]
 PLAIN_LORA = {"adapter.rank": 4, "adapter.alpha": 8, "adapter.gated": "false", "export.merge": "true"}
@@ -119,14 +119,6 @@ def _write(name: str, content: str) -> Callable[[Path], None]:
     return apply
 
 
-def _config(**values: object) -> Callable[[Path], None]:
-    def apply(base: Path) -> None:
-        path = base / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return apply
-
-
 def _restored(name: str) -> Callable[[Path, Path, str], None]:
     def apply(base: Path, whole: Path, fix: str) -> None:
         shutil.copy(whole / name, base / name)
@@ -172,10 +164,10 @@ BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str
         _restored("model.safetensors"),
     ),
     "other layers": (
-        _config(intermediate_size=64), "use the config.json that belongs", _restored("config.json")
+        with_keys(intermediate_size=64), "use the config.json that belongs", _restored("config.json")
     ),
     "quantised": (
-        _config(quantization_config={"quant_method": "awq", "bits": 4}),
+        with_keys(quantization_config={"quant_method": "awq", "bits": 4}),
         "use the checkpoint that it was made from",
         _restored("config.json"),
     ),
@@ -184,16 +176,16 @@ BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str
         "use the checkpoint that it was made from",
         _removed("quantize_config.json"),
     ),
-    "an unknown family": (_config(model_type="qwen99"), "restore config.json", _restored("config.json")),
+    "an unknown family": (with_keys(model_type="qwen99"), "restore config.json", _restored("config.json")),
     "cut configuration": (_write("config.json", "{"), "restore the file", _restored("config.json")),
     "no configuration": (
         lambda base: (base / "config.json").unlink(), "config.json", _restored("config.json")
     ),
     "more layers than tensors": (
-        _config(num_hidden_layers=9999), "use the config.json that belongs", _restored("config.json")
+        with_keys(num_hidden_layers=9999), "use the config.json that belongs", _restored("config.json")
     ),
     "an unknown key": (
-        _config(expert_softcap=3.0), "take a key out of config.json", _restored("config.json")
+        with_keys(expert_softcap=3.0), "take a key out of config.json", _restored("config.json")
     ),
     "sampling": (_generation, "correct the file, or remove it", _removed("generation_config.json")),
     "no tokenizer": (

@@ -3,12 +3,10 @@ that are read whole are regular ones of a bounded size."""
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,24 +15,12 @@ from idlm.checkpoint import MAX_WHOLE_FILE, read_json, verify
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
-from idlm.publish import publish
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape, choose_checkpoint, store_config
+from idlm.train.checkpoint.resume import choose_checkpoint, store_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.model.stored import read_generation_config
 from idlm.train.unused import value_of
-
-SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
-
-
-def config_of(folder: Path, **changes: object) -> TrainConfig:
-    values = {"output_dir": folder / "out", "objective": "ar", "train.steps": 9} | changes
-    return compose("train", TrainConfig, [f"{key}={value}" for key, value in values.items()])
-
-
-def save(folder: Path, step: int) -> None:
-    with publish(folder / "out" / "run" / f"checkpoint-{step}") as staging:
-        (staging / SHAPE_FILE).write_text(json.dumps(asdict(SHAPE)))
+from tests.unit.training.test_resume import SHAPE, config_of, save
 
 
 def test_a_run_that_was_moved_goes_on_with_the_same_content_alone(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from idlm.masks import RowMeta, dense_mask
-from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Sample, SampleRows, pack_rows
+from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Sample, SampleRows
 from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
 from idlm.train.objectives.block import BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.objectives.masked import LOWEST_RATE
-from tests.tiny_training import MASK, HiddenStates, random_sample, tiny_model
+from tests.tiny_training import MASK, HiddenStates, collated, random_sample, tiny_model
 
 STOP = 7
 TOLERANCE = 1e-5
@@ -41,11 +41,6 @@ def stage_of(block: int) -> Stage:
 
 def ending(sample: Sample) -> Sample:
     return Sample(token_ids=np.append(sample.token_ids[:-1], STOP), supervised=sample.supervised)
-
-
-def collated(documents: list[SampleRows], *, padding: int = 0) -> Batch:
-    row = pack_rows(documents, sum(map(len, documents)) + padding, pad_token_id=0)
-    return collate([row | {"item_id": 0, "stage": 0}])
 
 
 def terms_of(
