@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
     from idlm.text.detokenizer import AnswerText
 
-
 MAX_RECENT_DRAFTS = 256
 
 

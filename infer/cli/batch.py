@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from idlm.infer.cli.resume import ResumeState, RunConfig
     from idlm.infer.engine import Engine, StreamEvent
 
-
 Reader = Callable[[], Iterator[PromptLine]]
 """Reads the prompts, from the first one with every call."""
 QUEUE_FACTOR = 4

@@ -21,7 +21,6 @@ from idlm.infer.settings import EngineSettings, as_options
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
 
-
 KEY_VARIABLE = "IDLM_API_KEY"
 NEEDED_FILES = (
     *(("overwrite", "output"), ("carry_keys", "output")),

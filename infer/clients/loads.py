@@ -29,7 +29,6 @@ from idlm.tasks import TASKS
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
 
-
 FIRST_ID = 3
 """Lower ids are special tokens of many vocabularies."""
 # Ranges of the mixed load in tokens.

@@ -21,7 +21,6 @@ from idlm.semantics import Semantics
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
 
-
 AUTO = "auto"
 Z95 = 1.959963984540054
 T = TypeVar("T")

@@ -22,7 +22,6 @@ from idlm.kernels.masked_logits import Proposals, masked_logits
 if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
 
-
 Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 """(logits_YV, slice of the wanted rows) -> tensors [Y, ...]."""
 

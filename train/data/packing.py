@@ -25,7 +25,6 @@ from idlm.train.objectives.base import Objective
 if TYPE_CHECKING:
     from idlm.train.config.schema import EvalConfig
 
-
 T = TypeVar("T")
 ROWS_PER_POOL, POOL_SAMPLES = 32, 1024
 """Of an endless source, and of a finite one."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.report import Sampler
 
-
 log = logging.getLogger(__name__)
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
     from idlm.train.loop.trainer import IdlmTrainer
 
-
 log = logging.getLogger(__name__)
 HIGH_CLEAN_WEIGHT = 100.0
 """A balanced clean weight above this means that the clean loss is next to nothing."""

@@ -30,7 +30,6 @@ from idlm.masks import PADDING_DOC, RowMeta, dense_mask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-
 ATTENTIONS = ("idlm_sdpa", "idlm_documents", "idlm_split", "idlm_flex", "idlm_flash")
 GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
 """FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""

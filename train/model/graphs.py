@@ -33,7 +33,6 @@ from idlm.train.model.gated_lora import AdaptedLinear, GatedEmbedding, gate_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 log = logging.getLogger(__name__)
 SHORT_LAYER = 1 << 39
 """Multiply-adds of a layer's forward pass below which a host may launch it more slowly than a GPU runs it:

@@ -39,7 +39,6 @@ from idlm.train.model.stored import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-
 log = logging.getLogger(__name__)
 PARTS = re.compile("vision|image|video|audio|speech")
 READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from idlm.train.config.schema import TrainConfig
 
-
 log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

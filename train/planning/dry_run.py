@@ -51,7 +51,6 @@ from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, pr
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 log = logging.getLogger(__name__)
 HEAD_TOKENS, TAIL_TOKENS = 160, 40
 FILES = (f"{RECIPE}=", f"+{RECIPE}=", f"{FROZEN}=")

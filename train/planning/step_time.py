@@ -41,7 +41,6 @@ from idlm.train.step import BodyAndHead
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 log = logging.getLogger(__name__)
 BUDGET, LONGEST = 1.5, 6.0
 """Seconds that the measurement should take, and may take with the shortest row."""
