@@ -132,8 +132,7 @@ class Scheduler:
             request.num_computed = request.num_known - 1
         elif not waited:
             # Not more is certain: what the pass has made clean may be stored by the next one.
-            num_certain = self._kv_policy.num_computable(num_before)
-            request.num_computed = max(request.num_computed, num_certain)
+            request.num_computed = max(request.num_computed, self._kv_policy.num_computable(num_before))
             request.num_passes = 0 if request.num_known > num_before else request.num_passes + 1
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 PRIOR_ACCEPTANCE = 0.85
 """Assumed acceptance of a draft that nothing is known of; it weighs as much as `PRIOR_WEIGHT` tests."""
@@ -47,13 +48,19 @@ class _Drafts:
         return (self.accepted + PRIOR_WEIGHT * expected) / (self.tested + PRIOR_WEIGHT)
 
 
+def _total(all_drafts: Sequence[_Drafts]) -> _Drafts:
+    return _Drafts(sum(each.tested for each in all_drafts), sum(each.accepted for each in all_drafts))
+
+
 class DraftAcceptance:
     """Estimates from tests of drafts for the next ones. `prior`: expected by position before any test."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = prior
         self._all, self._from_masks = _Drafts(), [_Drafts() for _ in prior]
-        self._average, self._is_old = list(prior), False
+        self._passes: dict[tuple[int, int], int] = {}
+        """Passes by accepted and tested drafts that no position counts yet."""
+        self._set_average(list(prior))
         self._compared = self._average
         self._begin_window()
 
@@ -68,40 +75,47 @@ class DraftAcceptance:
         self._all.add(num_accepted, num_tested)
         if not from_masks or not num_tested:
             return
-        for position in range(num_tested):
-            is_accepted, chance = position < num_accepted, self._average[position]
-            self._from_masks[position].add(is_accepted, 1)
-            self._window[position].add(is_accepted, 1)
-            self._surprise += is_accepted - chance
-            self._variance += chance * (1 - chance)
-        self._is_old = True
+        drafts = num_accepted, num_tested
+        self._passes[drafts] = self._passes.get(drafts, 0) + 1
         self._num_tests += num_tested
+        self._surprise += num_accepted - self._expected[num_tested]
+        self._variance += self._spread[num_tested]
         # 1 is added because tests of sure drafts hardly show how much they vary.
-        if self._num_tests >= MIN_WINDOW and abs(self._surprise) > CONTRADICTION * math.sqrt(
-            1 + self._variance
-        ):
+        bound = CONTRADICTION * math.sqrt(1 + self._variance)
+        if self._num_tests >= MIN_WINDOW and abs(self._surprise) > bound:
+            self._count()
             self._from_masks = self._window
-            self._all = _Drafts(
-                sum(drafts.tested for drafts in self._window), sum(drafts.accepted for drafts in self._window)
-            )
+            self._all = _total(self._window)
             self._begin_window()
             self.average()
         elif self._num_tests >= MAX_WINDOW:
+            self._count()
             self._begin_window()
+
+    def _count(self) -> None:
+        """Count the latest passes by position."""
+        for (num_accepted, num_tested), count in self._passes.items():
+            for position in range(num_tested):
+                for drafts in (self._from_masks[position], self._window[position]):
+                    drafts.add(count * (position < num_accepted), count)
+        self._passes, self._is_old = {}, True
+
+    def _set_average(self, average: list[float]) -> None:
+        """`average`; and of so many tests, the expected number of accepted drafts and its variance."""
+        self._average, self._is_old = average, False
+        self._expected = [0.0, *accumulate(average)]
+        self._spread = [0.0, *accumulate(chance * (1 - chance) for chance in average)]
 
     def average(self) -> list[float]:
         """By position: the chance of a draft to be accepted once those before it were. Few tests of a
         position count together with those of all positions."""
+        if self._passes:
+            self._count()
         if self._is_old:
-            self._is_old = False
-            tested = sum(drafts.tested for drafts in self._from_masks)
-            accepted = sum(drafts.accepted for drafts in self._from_masks)
-            expected = self._prior[0]
-            shift = _log_odds(_Drafts(tested, accepted).acceptance(expected)) - _log_odds(expected)
-            self._average = [
-                drafts.acceptance(_shifted(chance, shift))
-                for drafts, chance in zip(self._from_masks, self._prior, strict=True)
-            ]
+            expected, all_drafts = self._prior[0], _total(self._from_masks)
+            shift = _log_odds(all_drafts.acceptance(expected)) - _log_odds(expected)
+            pairs = zip(self._from_masks, self._prior, strict=True)
+            self._set_average([drafts.acceptance(_shifted(chance, shift)) for drafts, chance in pairs])
         return self._average
 
     def classes(self, requests: Sequence[tuple[float, float]]) -> dict[tuple[float, ...], int]:
@@ -113,12 +127,8 @@ class DraftAcceptance:
             _chance(mean_odds + LOG_ODDS_STEP * (step + 0.5))
             for step in range(-MAX_LOG_ODDS_STEPS, MAX_LOG_ODDS_STEPS)
         ]
-        found = Counter(
-            [
-                bisect_right(bounds, (accepted + own_prior) / (tested + REQUEST_WEIGHT))
-                for accepted, tested in requests
-            ]
-        ) or {MAX_LOG_ODDS_STEPS: 1}
+        rates = [(accepted + own_prior) / (tested + REQUEST_WEIGHT) for accepted, tested in requests]
+        found = Counter([bisect_right(bounds, rate) for rate in rates]) or {MAX_LOG_ODDS_STEPS: 1}
         average = self.average()
         if any(abs(new - old) > MIN_CHANGE for new, old in zip(average, self._compared, strict=True)):
             self._compared = average

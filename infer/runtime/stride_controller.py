@@ -151,16 +151,13 @@ class StepLoad:
     @classmethod
     def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> StepLoad:
         """The load of a schedule, from what is known before its pass."""
+        drafting = zip(schedule.requests, schedule.samples, strict=True) if has_drafts else ()
         return cls(
             num_sequences=len(schedule.requests),
             num_decoding=sum(schedule.samples),
             num_prompt_rows=sum(schedule.num_feed) - len(schedule.requests),
             num_slots=sum(schedule.num_known),
-            drafts=[
-                (request.recent_accepted, request.recent_tested)
-                for request, samples in zip(schedule.requests, schedule.samples, strict=True)
-                if samples and has_drafts
-            ],
+            drafts=[(one.recent_accepted, one.recent_tested) for one, samples in drafting if samples],
             is_plain=schedule.members.is_plain,
             takes_drafts=schedule.members.takes_drafts,
         )
