@@ -29,6 +29,8 @@ from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
+MIN_TOP_P = 1e-9
+"""In place of 0, which OpenAI takes: the likeliest token alone."""
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -147,7 +149,7 @@ class SamplingFields(ConstraintFields):
     max_tokens: Count | None = None
     n: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
     stop: Annotated[str, Field(max_length=MAX_STOP_LENGTH)] | StopTexts | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -190,6 +192,7 @@ class SamplingFields(ConstraintFields):
         given["stop"] = None if self.stop == "" else self.stop
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        given["top_p"] = None if self.top_p is None else max(self.top_p, MIN_TOP_P)
         changed = {name: value for name, value in given.items() if value is not None}
         # Defaults that the request excludes yield to it.
         longest = changed.get("max_tokens", defaults.max_tokens)

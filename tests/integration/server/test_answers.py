@@ -108,6 +108,13 @@ def test_samples_and_seeds_are_the_engines(client: OpenAI, settings: dict[str, f
     assert answer.usage.completion_tokens == sum(len(each.token_ids) for each in done)
 
 
+def test_top_p_0_is_the_likeliest_token(server: Running) -> None:
+    prompt_ids = encode_prompt(reference().tokenizer, PROMPT)
+    [greedy] = expected(prompt_ids, temperature=0, max_tokens=8)
+    settings = {"temperature": 1, "top_p": 0, "seed": 1, "max_tokens": 8}
+    assert server.completion(prompt=prompt_ids, **settings)["choices"][0]["text"] == greedy.text
+
+
 def test_several_prompts_of_texts_and_token_ids(server: Running) -> None:
     texts = ["Lea has 3 hats.", "Tom has 4 pens. Tom loses 1."]
     ids = [text_ids(text) for text in texts]
