@@ -405,7 +405,7 @@ class Engine:
                 continue
             del new_ids[num_emitted:]
             num_known = request.num_known + num_emitted
-            is_plain = request.is_plain and not nonfinite and num_known < request.max_length
+            is_plain = request.is_plain and num_emitted and not nonfinite and num_known < request.max_length
             if is_plain and request.stop_ids.isdisjoint(new_ids):
                 request.token_ids += new_ids
                 # All but the last one are stored.
