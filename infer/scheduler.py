@@ -128,7 +128,8 @@ class Scheduler:
         `waited`, it has stored no more than was scheduled."""
         request.num_inflight -= 1
         if self._appends:
-            assert request.num_known > num_before or request.finish_reason or request.grammar, "no token"
+            is_done = request.finish_reason or request.grammar
+            assert is_done or request.num_known > num_before, f"a pass decoded nothing: {num_before=}"
             request.num_computed = request.num_known - 1
         elif not waited:
             # Not more is certain: what the pass has made clean may be stored by the next one.
