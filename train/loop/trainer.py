@@ -45,8 +45,6 @@ TIME_UP, SAVE_FAILED = 1, 1000
 """What ranks agree on next to numbers of signals, the least urgent first: no signal that is heard is 1."""
 EXIT_SECONDS = 15.0
 """Between the end of a save and the end of the process."""
-STARTED_AT = time.monotonic() - time.time() + psutil.Process().create_time()
-"""When this process was started, on the monotonic clock."""
 
 
 class IdlmTrainer(SavingTrainer):
@@ -317,4 +315,6 @@ class PrepareSaves(TrainerCallback):
 
 
 def seconds_since_start() -> float:
-    return time.monotonic() - STARTED_AT
+    """Seconds since this process started. Dates do not count: containers may have another one of the boot."""
+    started = psutil.Process().create_time() - psutil.boot_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

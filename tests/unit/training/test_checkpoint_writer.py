@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.loop import trainer as trainer_module
-from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit
+from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit, seconds_since_start
 
 
 def copied(writer: CheckpointWriter, state: Any) -> Any:
@@ -166,6 +167,14 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_save(
         (210 + EXIT_SECONDS - 5) / 60, writer, assumed_save=100.0, elapsed=lambda: float(next(clock))
     )
     assert next(now for now in range(0, 1000, 10) if limit.is_over()) == over_at
+
+
+def test_the_age_of_the_process_needs_no_date_of_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In LXC the date of the boot is that of the container, and processes count from the machine's boot."""
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e9)
+    age, boot = seconds_since_start(), psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot + 86_400)
+    assert seconds_since_start() == pytest.approx(age, abs=1)
 
 
 def test_a_signal_and_an_error_come_before_the_end_of_time() -> None:
