@@ -26,7 +26,8 @@ NUMBER_AS_TEXT = re.compile(
 )
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
 UNIT = re.compile(
-    r"(?<=[\d}])(?:\s+(?:[A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+|(?:[cdkm]?m|ft|in|mi)\^\{?[23]\}?)"
+    r"(?<=[\d}])(?:\s+(?!(?:(?:arc)?(?:sin|cos|tan|cot|csc)h?|log|exp|sqrt|plus|minus|times|divided|over|mod)\b)"
+    r"(?:[A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+|(?:[cdkm]?m|ft|in|mi)\^\{?[23]\}?)"
     r"|\s*/\s*[A-Za-z]{3,})$"
 )
 DEGREES = re.compile(r"\s*(?:°|\^\s*\{?\\circ\}?)\s*[CF]?$")
@@ -59,7 +60,7 @@ def words(answer: str) -> str:
     """An answer in small letters without commands of style, dollars, full stops, and spaces but those between
     digits."""
     plain = SPACE.sub(" ", STYLE.sub(r"\1", answer)).lower()
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\d)", "", plain)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\s*\d)", "", plain)
 
 
 def are_equal(given: str, expected: str) -> bool:
