@@ -78,7 +78,8 @@ class AdapterSpec:
         path = Path(directory) / ADAPTER_CONFIG
         content = read_json(path)
         rank, alpha, names = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
-        if targets and (isinstance(names, str) or any("." in str(name) for name in names or ())):
+        has_paths = isinstance(names, list) and any("." in str(name) for name in names)
+        if targets and (isinstance(names, str) or has_paths):
             names = list(targets)
         # Not 0, which is a layer.
         are_off = {
