@@ -10,7 +10,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.files.records import without_nulls
-from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, samples_of
+from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, samples_of, wanted_columns
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = [USER, ANSWER]
@@ -177,6 +177,8 @@ def test_what_may_be_a_weight_a_thought_or_a_context_is_not_dropped() -> None:
     for record in ({"prompt": "a", "response": "b"}, {"instruction": "a", "output": "b"}):
         assert "rename rationale to reasoning_content" in refusal(record | {"rationale": "hm"})
         assert read(record | {"preamble": "s"})["messages"] == [{"role": "system", "content": "s"}, *CHAT]
+    columns = ["prompt", "chosen", "rejected", "rationale", "other"]
+    assert wanted_columns(columns) == (columns[:4], ("other",))
     assert "context='c' next to prompt and answer" in refusal({"prompt": "a", "answer": "b", "context": "c"})
 
 

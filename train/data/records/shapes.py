@@ -274,6 +274,7 @@ SHAPES: dict[str, Format] = {
         example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
         encode=_preference,
         also=(*CHAT_KEYS, *PROMPT_KEYS, *REASONING_KEYS),
+        checked=UNREAD_THOUGHTS,
     ),
     "text": Format(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=TEXT_EXTRAS),
 }
