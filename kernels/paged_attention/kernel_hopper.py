@@ -6,8 +6,8 @@ block. There 8 warps multiply together and then compute exponentials together, w
 here the softmax of a block overlaps the values' product of the block before, and the products of the other
 warpgroup, as in FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2). Departures: keys and values come
 from pages of any size, 16 bytes a thread; nothing makes the warpgroups take turns (the paper's ping-pong),
-which was measured and is no faster. A program computes one item or two, and what the second reads is copied
-while the first is computed.
+which was measured and is no faster. A program computes one item or two: what the second reads is copied
+from the last scores of the first on, during its last product and its store.
 
 Layout: scores [64 rows, BLOCK_N slots] and sums [64 rows, H] are in registers as wgmma leaves them, and
 weights go into the next product without shared memory. That holds the queries and rings of keys and of values

@@ -116,6 +116,7 @@ def groups_serve(rows: AttentionRows, shape: HeadShape) -> bool:
     return (
         rows.first_slots_R is None
         and shape.head_dim == 128
+        and shape.group <= 128
         and shape.dtype != torch.float32
         and shape.kv_dtype in (None, shape.dtype)
         and has_gluon(gpu_of(rows.cu_rows.device))
