@@ -17,6 +17,19 @@ PAGE = ROOT / "docs" / "errors.md"
 FOLDERS = ("idlm", "train", "infer", "kernels", "recipes")
 CODE = re.compile(r"IDLM-\d{4}")
 GAP = "..."
+POINTER = ("... is a pointer of Git LFS: the clone has no content of the file", "git -C ... lfs pull")
+SHARED: dict[str, tuple[tuple[str, str], ...]] = {
+    "naming": (("{what}: ...", "{fix}"),),
+    "translate_path_errors": (("cannot open ...", "{fix}"),),
+    "refuse_pointer": (POINTER,),
+    "opened": (
+        ("cannot open ...", "{fix}"),
+        ("... is not a file", "{fix}"),
+        ("... is incomplete or damaged: ...", "copy or download the file again; or {fix}"),
+        POINTER,
+    ),
+}
+"""Messages and fixes of functions that raise the code that they are given."""
 AREAS = {
     "01": "Configuration and plug-ins",
     "02": "Data and tasks",
@@ -95,11 +108,10 @@ def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Raised]:
             fix = node.args[2]
         message = node.args[1] if len(node.args) > 1 else None
         text = text_of(message, local)
-        if text == GAP and not (isinstance(node.func, ast.Name) and node.func.id == "UserError"):
-            text = "cannot open ..."
-        if isinstance(node.func, ast.Name) and node.func.id == "naming":
-            text += f": {GAP}"
-        yield Raised(text_of(node.args[0], {}), text, text_of(fix, local))
+        code, fix_text = text_of(node.args[0], {}), text_of(fix, local)
+        called = node.func.id if isinstance(node.func, ast.Name) else ""
+        for shared_text, shared_fix in SHARED.get(called, (("{what}", "{fix}"),)):
+            yield Raised(code, shared_text.format(what=text), shared_fix.format(fix=fix_text))
 
 
 def is_code(node: ast.expr) -> bool:

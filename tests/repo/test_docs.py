@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import tomllib
@@ -13,6 +14,8 @@ import docs.errors
 from benchmarks.table import main as table_main
 from docs.letters import legend, legends, meanings
 from idlm import __version__
+from idlm.errors import UserError, naming
+from idlm.files.paths import POINTER, opened
 from tests.repo.files import ROOT, listed
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -110,6 +113,33 @@ def test_the_page_of_errors_is_fresh(capsys: pytest.CaptureFixture[str]) -> None
     assert docs.errors.main(["--check"]) == 0, capsys.readouterr().out
     page = docs.errors.page()
     assert page.count('<a id="idlm-') > 100
+
+
+def test_the_page_of_errors_has_the_words_of_functions_that_raise_given_codes(tmp_path: Path) -> None:
+    """A folder, a pointer of Git LFS and half an archive, by `opened`; and `naming`."""
+    (tmp_path / "pointer").write_bytes(POINTER + b"v1")
+    (tmp_path / "half.gz").write_bytes(gzip.compress(bytes(range(256)) * 9)[:30])
+    found = set[str]()
+    for name in (".", "pointer", "half.gz"):
+        with (
+            pytest.raises(UserError) as caught,
+            opened("IDLM-0430", tmp_path / name, key="k", fix="F") as file,
+        ):
+            file.read()
+        given = caught.value.message, caught.value.fix
+        found.update(
+            one for one, fix in docs.errors.SHARED["opened"] if is_of(one, given[0]) and is_of(fix, given[1])
+        )
+    assert len(found) == 3
+    with pytest.raises(UserError) as caught, naming("IDLM-0430", "W", fix="F"):
+        raise KeyError
+    assert is_of(docs.errors.SHARED["naming"][0][0], caught.value.message)
+
+
+def is_of(form: str, text: str) -> bool:
+    return bool(
+        re.fullmatch(re.escape(form.format(what="W", fix="F")).replace(r"\.\.\.", ".+"), text, re.DOTALL)
+    )
 
 
 def test_figures_are_fresh() -> None:
