@@ -104,6 +104,7 @@ def unusable(problem: str, *, fix: str) -> UserError:
 
 
 def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
+    """UserError IDLM-0202 where a record or a turn, called `name`, holds a key of `UNREAD_THOUGHTS`."""
     for key, value in present(given, UNREAD_THOUGHTS).items():
         raise unusable(
             f"{name} has {key}={shown(value)}, which may be a thought and is not read",
