@@ -5,6 +5,7 @@ infers one schema for all records and cannot name the line of a bad one."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -63,8 +64,17 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     if encoding := wide_encoding(head):
         raise UnicodeDecodeError(encoding, head, 0, 1, "")
     if re.match(rb"\s*\[" if ".json" in path.suffixes else rb"\s*\[\s*\{", head):
-        yield from enumerate(json.loads(stream.read().removeprefix(BOM).decode()), start=1)
-        return
+        content = stream.read()
+        try:
+            items = json.loads(content.removeprefix(BOM).decode())
+        except json.JSONDecodeError as error:
+            if ".json" in path.suffixes or not error.msg.startswith("Extra data"):
+                raise
+            # Lines that are arrays are named one by one.
+            stream = io.BytesIO(content)
+        else:
+            yield from enumerate(items, start=1)
+            return
     yield from json_lines(stream)
 
 

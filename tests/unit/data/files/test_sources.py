@@ -274,3 +274,8 @@ def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: En
         path = tmp_path / name
         path.write_text(json.dumps([{"text": "Sam"}] * 2, indent=number))
         assert read(path, encoder).num_samples == 2
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('[{"text": "Sam"}]\n' * 2 + '{"text": "Sam"}\n')
+    with pytest.raises(UserError, match=r"IDLM-0202.*lines\.jsonl:1 has a JSON list"):
+        read(lines, encoder)
+    assert read(config_of(lines, on_bad_record="skip"), encoder).num_samples == 1
