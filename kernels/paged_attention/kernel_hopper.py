@@ -100,7 +100,7 @@ def _copy_queries(queries, where, num_read, q_smem, G: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def _copy(items, sizes, sources, buffers, bars, SIZES: gl.constexpr, PDL: gl.constexpr):
+def _copy(items, share, sources, buffers, bars, SIZES: gl.constexpr, PDL: gl.constexpr):
     """The warps that copy: the queries of each item, then its keys and values, block by block."""
     G: gl.constexpr = SIZES[1]
     H: gl.constexpr = SIZES[2]
@@ -117,8 +117,8 @@ def _copy(items, sizes, sources, buffers, bars, SIZES: gl.constexpr, PDL: gl.con
     if PDL:
         gdc_wait()
     n, num_done = 0, 0
-    for turn in range(sizes[1]):
-        walk, where, num_read, num_blocks = _read(items, turn, sizes[0], SIZES)
+    for turn in range(share[1]):
+        walk, where, num_read, num_blocks = _read(items, turn, share[0], SIZES)
         if num_blocks > 0:
             table = tables[0] + where[0].to(gl.int64) * tables[1]
             at_head = where[3] * stride_head
@@ -214,7 +214,7 @@ def _store(
 
 @gluon.jit
 def _attend(
-    items, sizes, rows_of, outputs, scale_log2, buffers, bars,
+    items, share, rows_of, outputs, scale_log2, buffers, bars,
     SECOND: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the walks of 64 packed rows of each item, and their store."""
@@ -234,8 +234,8 @@ def _attend(
     q_smem = both_q_smem.index(1 if SECOND else 0)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     n, num_done = 0, 0
-    for turn in range(sizes[1]):
-        walk, where, num_read, num_blocks = _read(items, turn, sizes[0], SIZES)
+    for turn in range(share[1]):
+        walk, where, num_read, num_blocks = _read(items, turn, share[0], SIZES)
         if num_blocks > 0:
             start = walk[6]
             m = FIRST_M + gl.arange(0, ROWS, layout=s_rows)
@@ -312,7 +312,7 @@ def attend_kernel(
     fence_async_shared()
     barrier()
     SIZES: gl.constexpr = (SHAPE.num_kv_heads, SHAPE.group, H, PAGE)
-    sizes, buffers = (total, turns), (q_smem, keys, values)
+    share, buffers = (total, turns), (q_smem, keys, values)
     bars = of_queries[0], of_queries[1], of_blocks[0], of_blocks[1], of_blocks[2]
     caches = k_cache_SKH, v_cache_SKH, stride_slot, stride_head
     sources = (q_RNH, stride_q_row, stride_q_head), caches, (block_table, stride_table)
@@ -320,9 +320,9 @@ def attend_kernel(
     outputs = o_RNH, parts.o, parts.sums, stride_o_row, stride_o_head
     gl.warp_specialize(
         [
-            (_attend, (items, sizes, bounds_of, outputs, scale_log2, buffers, bars, False, SIZES)),
-            (_attend, (items, sizes, bounds_of, outputs, scale_log2, buffers, bars, True, SIZES)),
-            (_copy, (items, sizes, sources, buffers, bars, SIZES, PDL)),
+            (_attend, (items, share, bounds_of, outputs, scale_log2, buffers, bars, False, SIZES)),
+            (_attend, (items, share, bounds_of, outputs, scale_log2, buffers, bars, True, SIZES)),
+            (_copy, (items, share, sources, buffers, bars, SIZES, PDL)),
         ],
         [4, 4],
         [REGISTERS, COPY_REGISTERS],

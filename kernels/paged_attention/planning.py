@@ -94,10 +94,10 @@ def choose_launches(
         else min(rows.max_slots, rows.num_listed + rows.max_rows),
         "num_sequences": num_sequences,
         "multiprocessors": num_multiprocessors(device),
-        # Layers with lists, or with sums before the block, would take Triton's walk of this tile.
-        "has_groups": rows.starts_B is None and groups_serve(rows, shape),
     }
-    choose = functools.partial(choose_launch, shape, **sizes, deterministic=deterministic)
+    # Layers with lists, or with sums before the block, would take Triton's walk of the tiles of prompts.
+    serves = rows.starts_B is None and groups_serve(rows, shape)
+    choose = functools.partial(choose_launch, shape, **sizes, deterministic=deterministic, has_groups=serves)
     launch = choose(max_rows=rows.max_rows, usual_rows=rows.usual_rows, num_rows=num_rows)
     launch = replace(launch, pdl=has_pdl(device))
     if few is None or rows.max_rows <= few:
@@ -105,7 +105,6 @@ def choose_launches(
     # As in a pass that has no other sequences, so that its kernels are compiled once.
     narrow = replace(choose(max_rows=few, num_rows=few * num_sequences), pdl=launch.pdl)
     max_rows = max(few, narrow.block_m // shape.group)
-    sizes.pop("has_groups")
     if max_rows >= min(rows.max_rows, num_rows) or not walks_apart(shape, narrow, launch, **sizes):
         return launch, None, 0
     return launch, narrow, max_rows
