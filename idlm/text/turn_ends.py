@@ -45,15 +45,15 @@ def next_tags(tokenizer: Any, text: str) -> tuple[str, str]:
         except UserError:
             return ""
 
-    closed, asked, opened = after(), after(QUESTION), after(QUESTION, is_open=True)
-    opener = opened.removeprefix(asked).lstrip()
+    closed, with_question, opened = after(), after(QUESTION), after(QUESTION, is_open=True)
+    opener = opened.removeprefix(with_question).lstrip()
     tag = re.compile(rf"\s*({'|'.join(map(re.escape, _ends(tokenizer)))})")
 
     def tag_of(longer: str) -> str:
         found = None if closed.strip() else tag.match(longer.removeprefix(closed))
         return found[0] if found and not opener.startswith(found[1]) else ""
 
-    return tag_of(asked), tag_of(after({"role": "tool", "content": "a"}))
+    return tag_of(with_question), tag_of(after({"role": "tool", "content": "a"}))
 
 
 def _ends(tokenizer: Any) -> tuple[str, ...]:
