@@ -314,7 +314,7 @@ class IsdDecoder(Decoder):
         mask_rows_BJ, other_rows_BJ = rows_BJ, rows_BJ
         if self._drafts_again[batch.mode]:
             assert plan.is_mask_R is not None
-            is_mask_BJ = plan.is_mask_R[wanted.rows_X[rows_BJ.clamp(min=0)]]
+            is_mask_BJ = plan.is_mask_R[plan.logit_rows_X[rows_BJ.clamp(min=0)]]
             mask_rows_BJ, other_rows_BJ = (rows_BJ.where(part, NO_ROW) for part in (is_mask_BJ, ~is_mask_BJ))
         rows = MaskRows(
             wanted=wanted,

@@ -104,10 +104,17 @@ class Layer(nn.Module, ABC):
         return low.stacked, low.bias, lora
 
     def forward(
-        self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
+        self,
+        x_RD: Tensor,
+        residual_RD: Tensor | None,
+        number: int,
+        rows: Rows,
+        kv: KVAccess,
+        wanted_X: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Rows]:
         """This rank's summand of the output (all of it after an output norm), the residual to add the output
-        to, and the remaining rows. `x_RD` is such a summand if there is a residual."""
+        to, and the remaining rows. `x_RD` is such a summand if there is a residual. `wanted_X`: the rows that
+        remain after attention; None: all."""
         spec = self.spec
         normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.attention_norm, spec, self.shards)
         qkv_RE = self.project("qkv", normed_RD, rows.gate, rows.linears)
@@ -128,10 +135,13 @@ class Layer(nn.Module, ABC):
         retained_I = kv.select_rows(number, q_RNH)
         if retained_I is not None:
             q_RNH, residual_RD, rows = rows.select_plan_rows(retained_I, q_RNH, residual_RD)
-        o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
+        o_RE, slot_mapping_R = kv.attend(number, q_RNH).reshape(len(q_RNH), -1), kv.slot_mapping_R
+        if wanted_X is not None:
+            o_RE, residual_RD, rows = rows.select_wanted_rows(wanted_X, o_RE, residual_RD)
+            slot_mapping_R = slot_mapping_R[wanted_X]
         x_RD = self._output(self.project("o", o_RE, rows.gate, rows.linears), self.attention_out_norm)
         normed_RD, residual_RD = add_and_norm(x_RD, residual_RD, self.mlp_norm, spec, self.shards)
-        x_RD = self._output(self.feed_forward(normed_RD, rows, kv.slot_mapping_R), self.mlp_out_norm)
+        x_RD = self._output(self.feed_forward(normed_RD, rows, slot_mapping_R), self.mlp_out_norm)
         return x_RD, residual_RD, rows
 
     def _output(self, x_RD: Tensor, norm_D: Tensor | None) -> Tensor:
@@ -235,6 +245,16 @@ class Rows:
         )
         return q_INH, residual_ID, replace(self, ropes=tuple(ropes), gate=gate)
 
+    def select_wanted_rows(
+        self, rows_X: Tensor, o_RE: Tensor, residual_RD: Tensor
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """Output of attention, residual and inputs of the rows `rows_X`, in one launch; nothing rotates
+        them any more."""
+        gates = () if self.gate is None else (gate_of(self.gate),)
+        o_XE, residual_XD, *gates_X = gather_rows(rows_X, (o_RE, residual_RD, *gates))
+        gate = None if self.gate is None else group_rows(gates_X[0], num_adapters_of(self.gate))
+        return o_XE, residual_XD, replace(self, gate=gate)
+
 
 class DenseTrunk(nn.Module):
     """Embedding, layers, final norm, head. Built empty: the loader fills `weight_targets`."""
@@ -267,17 +287,25 @@ class DenseTrunk(nn.Module):
         return DenseLayer(self.spec, self.shards, empty)
 
     def forward(
-        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, gate_R: Tensor | None = None
+        self,
+        token_ids_R: Tensor,
+        positions_R: Tensor,
+        kv: KVAccess,
+        gate_R: Tensor | None = None,
+        wanted_X: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device. `gate_R`:
-        the rows that adapters apply to (bool), or of several adapters that of `RowGroups`; None: none."""
+        """Return hidden_RD after the final norm, or hidden_XD of the rows `wanted_X`; ids and positions are
+        int64 on the trunk's device. `gate_R`: the rows that adapters apply to (bool), or of several adapters
+        that of `RowGroups`; None: none."""
         gate_R = gate_R if self.num_adapters else None
         gate = None if gate_R is None else group_rows(gate_R, self.num_adapters)
         others = () if self.spec.variant.others is None else self.spec.variant.others.numbers
         rows = Rows(ropes=self._ropes(positions_R), gate=gate, linears=self.linears, others=others)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
-            x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)
+            # After the last attention no row reads another one.
+            rest_X = wanted_X if index + 1 == len(self.layers) else None
+            x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv, rest_X)
         return add_and_norm(x_RD, residual_RD, self.final_norm, self.spec, self.shards)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

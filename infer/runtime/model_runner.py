@@ -38,6 +38,9 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.paged_attention import AttentionRows, BackendPlan, HeadShape, plan_attention
 from idlm.kernels.step_rows import map_slots
 
+ROWS_PER_WANTED = 2
+"""From so many fed rows to a wanted one on, the last layer ends with the wanted rows."""
+
 NUM_COUNTS = 8
 """Columns of `StepResult.counts_BJ` before the token ids."""
 
@@ -70,7 +73,7 @@ class Step:
     def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
         if batch.grammars is not None:
             self.choose_drafts(batch)
-        return self.decide(batch, *self.feed(batch), prompt_rows)
+        return self.decide(batch, *self.feed(batch, every_row=prompt_rows is not None), prompt_rows)
 
     def choose_drafts(self, batch: Batch) -> None:
         """Choose the drafts of sequences with grammars; the host waits for what earlier passes emitted."""
@@ -78,8 +81,10 @@ class Step:
         if chosen:
             self.decoder.replace_drafts(to_device(chosen, self.table.device))
 
-    def feed(self, batch: Batch) -> tuple[StepPlan, WantedRows]:
+    def feed(self, batch: Batch, *, every_row: bool = False) -> tuple[StepPlan, WantedRows]:
         plan = self.decoder.plan(self.table, batch)
+        if every_row:
+            plan = replace(plan, every_row=True)
         wanted = self.runner.forward(plan)
         return plan if wanted.dropped is None else wanted.dropped.apply(plan), wanted
 
@@ -103,8 +108,10 @@ class Step:
             scored = emitted_logprobs(wanted.logits(), plan, outcome, num_top=batch.num_top)
         if prompt_rows is not None:
             prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)
-        num_fed = len(plan.token_ids_R) if wanted.dropped is None else wanted.dropped.num_fed
-        widths = PassRows(fed=num_fed, retained=len(wanted.hidden_RD), head=len(wanted))
+        num_fed = num_retained = len(plan.token_ids_R)
+        if wanted.dropped is not None:
+            num_fed, num_retained = wanted.dropped.num_fed, len(wanted.hidden_RD)
+        widths = PassRows(fed=num_fed, retained=num_retained, head=len(wanted))
         return StepResult(counts_BJ=counts_BJ, widths=widths, logprobs=scored, prompt_logprobs=prompt_scored)
 
 
@@ -166,6 +173,8 @@ class Runner(PassRunner):
         self._window = None if others is None else others.window
         self._windowed = () if others is None else others.numbers
         self._scale = model.spec.score_scale
+        moe = model.spec.moe
+        self._routes_blocks = moe is not None and moe.capacity is not None
         logits_bytes = model.spec.vocab_size * model.dtype.itemsize
         self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
 
@@ -174,7 +183,8 @@ class Runner(PassRunner):
         """Run the model over the rows of `plan`, write the KV of every fed row, and return its wanted rows.
 
         Each layer stores the KV of all rows before any row attends: a sequence may share pages that another
-        one fills in this very pass."""
+        one fills in this very pass. What follows attention in the last layer is computed of the wanted rows
+        alone where they are few: of a prompt, it is one row."""
         page_size = self.pool.page_size
         block_table_BP = self.pool.block_table(plan.lanes_B, plan.max_slots, plan.canvases.first_slots_B)
         slot_mapping_R = map_slots(
@@ -206,8 +216,12 @@ class Runner(PassRunner):
             window_plan=make_plan(plan, window=self._window) if has_windows else None,
             windowed=self._windowed,
         )
-        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, self._gate(plan))
-        return self._wanted(hidden_RD, plan, plan.logit_rows_X)
+        inputs, rows_X = (plan.token_ids_R, plan.positions_R, kv, self._gate(plan)), plan.logit_rows_X
+        are_few = len(plan.token_ids_R) >= ROWS_PER_WANTED * len(rows_X)
+        if plan.every_row or self._routes_blocks or not are_few:
+            return self._wanted(self._trunk(*inputs), plan, rows_X)
+        hidden_XD = self._trunk(*inputs, rows_X)
+        return self._wanted(hidden_XD, plan, torch.arange(len(rows_X), device=rows_X.device))
 
     def _gate(self, plan: StepPlan) -> Tensor | None:
         """The trunk's `gate_R`: of several adapters that of the row's sequence."""

@@ -135,7 +135,7 @@ class WantedRows:
 
     @torch.inference_mode()
     def logits_of(self, rows_Y: Tensor) -> Tensor:
-        """Logits [Y, V] of any rows of the pass."""
+        """Logits [Y, V] of rows of `hidden_RD`: of any rows of a plan with `every_row`."""
         return self.head(self.hidden_RD[rows_Y])
 
 
@@ -427,11 +427,12 @@ class StepPlan:
 
     Logits are wanted for `logit_rows_X` only. The wanted rows of a sequence follow one another from
     `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one, unless `logit_lanes_X` has
-    the lane of each wanted row: then sequences have different numbers of them. `samples_B` (bool): the
-    sequence decodes; the wanted rows of the others are ignored. `advances_B` (bool): its fed tokens become
-    computed ones. All other tensors are int64. `max_rows` (of one sequence) and `max_slots` are upper bounds
-    known to the host; most sequences have no more than `usual_rows`, and one that feeds no prompt no more
-    than `decoding_rows`, if that is known."""
+    the lane of each wanted row: then sequences have different numbers of them. `every_row`:
+    `WantedRows.logits_of` takes the number of any row. `samples_B` (bool): the sequence decodes; the wanted
+    rows of the others are ignored. `advances_B` (bool): its fed tokens become computed ones. All other
+    tensors are int64. `max_rows` (of one sequence) and `max_slots` are upper bounds known to the host; most
+    sequences have no more than `usual_rows`, and one that feeds no prompt no more than `decoding_rows`, if
+    that is known."""
 
     lanes_B: Tensor
     cu_rows_B1: Tensor
@@ -452,6 +453,7 @@ class StepPlan:
     usual_rows: int | None = None
     decoding_rows: int | None = None
     logit_lanes_X: Tensor | None = None
+    every_row: bool = False
     payload: ActiveBlocks | FedCanvases | None = None
 
     @property

@@ -148,8 +148,14 @@ class PagedSession:
         kv = PagedKV(cache=self.cache, slot_mapping_R=physical_R, plan=plan, scale=scale)
         if others is not None:
             kv = replace(kv, window_plan=window_plan, windowed=others.numbers)
-        logits = self.model.trunk.logits(self.model.trunk(ids, slots, kv))
+        trunk, moe = self.model.trunk, self.model.spec.moe
+        logits = trunk.logits(trunk(ids, slots, kv))
         assert logits.dtype == self.model.dtype
+        if self.model.dtype == torch.float32 and (moe is None or moe.capacity is None):
+            # The last row of each chunk; for an empty one the row before it.
+            last_X = (torch.tensor(counts).cumsum(0) - 1).clamp(min=0)
+            alone_XV = trunk.logits(trunk(ids, slots, kv, wanted_X=last_X))
+            assert (alone_XV - logits[last_X]).abs().max() <= FP32_TOLERANCE
         self.lengths = [n + kept for n, kept in zip(self.lengths, num_kept or counts, strict=True)]
         return list(logits.float().split(counts))
 

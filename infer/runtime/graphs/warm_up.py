@@ -263,10 +263,10 @@ def is_plain(parts: EngineParts) -> bool:
 
 
 def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> StaticStep:
-    """The step of an engine like `parts` of one layer on the meta device, whose kernels are the same
-    variants."""
+    """The step of an engine like `parts` of two layers on the meta device, whose kernels are the same
+    variants: the last layer has fewer rows than the others."""
     model, device = parts.model, torch.device("meta")
-    spec = replace(model.local, num_layers=1)
+    spec = replace(model.local, num_layers=min(2, model.local.num_layers))
     trunk = make_trunk(spec, device=device, dtype=model.dtype)
     model = replace(model, trunk=trunk, spec=spec, local=spec, device=device)
     settings = replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)

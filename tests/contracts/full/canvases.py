@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from functools import partial
@@ -112,7 +113,7 @@ def watched(engine: Engine) -> list[tuple[Any, Tensor]]:
     forward, passes = runner.forward, []
 
     def watching(plan: Any) -> Any:
-        wanted = forward(plan)
+        wanted = forward(dataclasses.replace(plan, every_row=True))
         passes.append((plan, wanted.head(wanted.hidden_RD)))
         return wanted
 
