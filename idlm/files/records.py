@@ -20,12 +20,16 @@ from idlm.files.paths import PACKINGS, refuse_pointer, translate_path_errors
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
+
+
+def _packed(*endings: str) -> tuple[str, ...]:
+    return tuple(f"{ending}{packing}" for ending in endings for packing in ("", *PACKINGS))
+
+
 SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "jsonl": tuple(
-        tuple(f"{ending}{packing}" for ending in endings for packing in ("", *PACKINGS))
-        for endings in ((".jsonl", ".ndjson"), (".json",))
-    ),
+    "jsonl": (_packed(".jsonl", ".ndjson"), _packed(".json")),
     "parquet": ((".parquet", ".pq"),),
+    "csv": (_packed(".csv", ".tsv"),),
 }
 """Endings of the files that a source takes from a folder, in groups: see `search`."""
 ANY_FILE = (("",),)
@@ -220,7 +224,8 @@ def is_saved(path: Path) -> bool:
 
 def source_of(path: str) -> str:
     """The source that reads `path`: hf for a saved dataset or an Arrow file, else by endings; jsonl where
-    there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources."""
+    there is nothing. Tables of text next to files of another source are about those. UserError IDLM-0209 for
+    a folder or pattern with files of several other sources."""
     if not path.strip():
         return "jsonl"
     if is_saved(Path(path)):
@@ -230,6 +235,7 @@ def source_of(path: str) -> str:
         files = [*find_files(path, ANY_FILE)]
     kinds = SUFFIXES | {"hf": ((".arrow",),)}
     found = [name for name, groups in kinds.items() if any(_taken(files, group) for group in groups)]
+    found = [name for name in found if name != "csv"] or found
     if len(found) > 1:
         raise UserError(
             "IDLM-0209",

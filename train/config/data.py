@@ -25,7 +25,7 @@ class SourceConfig:
     path: str | None = option("file, folder or pattern; for hf a folder or a hub name", None, is_path=True)
     weight: float = option("share of the samples, relative to the other sources", 1.0)
     source: str | None = option(
-        "jsonl, parquet or hf; null: data.source, by the path where that is auto", None
+        "jsonl, parquet, csv or hf; null: data.source, by the path where that is auto", None
     )
     shape: str | None = option("shape of its records; null: data.shape", None)
     split: str | None = option("split of an hf dataset; null: data.split", None)
@@ -39,7 +39,8 @@ class DataConfig:
     """The section of the configuration that `path` and `split` come from."""
 
     source: str = option(
-        "a registered source: jsonl, parquet, hf (a saved dataset) or task; auto: what path or sources hold",
+        "jsonl, parquet, csv, hf (a saved dataset), task or another registered source; auto: what path or "
+        "sources hold",
         AUTO_SOURCE,
         reset_by=OWN_DATA,
     )

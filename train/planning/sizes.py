@@ -18,6 +18,7 @@ import yaml
 from torch import nn
 
 from idlm.errors import UserError
+from idlm.files.paths import PACKINGS
 from idlm.files.records import SUFFIXES, find_files
 from idlm.semantics import PROJECTIONS
 from idlm.train.check import CHOSEN
@@ -226,7 +227,7 @@ def _rows_of_step(config: TrainConfig, length: int, maximum: int) -> int:
             return maximum
         with contextlib.suppress(UserError, OSError):
             for path in find_files(part.path, SUFFIXES[part.source]):
-                is_plain = path.suffix in (".jsonl", ".json")
+                is_plain = part.source != "parquet" and path.suffix not in PACKINGS
                 num_bytes += path.stat().st_size * (1 if is_plain else PACKED)
     rows = num_bytes / BYTES_PER_TOKEN / length * (config.train.epochs or 1)
     return 2 ** int(math.log2(min(maximum, max(1.0, rows / WANTED_STEPS))))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 
 PEEKED_BYTES = 4096
-FROM_CSV = "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
 
 
 class JsonlReader(FileReader):
@@ -83,13 +81,6 @@ def _record(value: Any, name: str, number: int, kind: str | None) -> dict[str, A
     if isinstance(value, UnicodeDecodeError):
         return _not_utf8(name, value, kind, number)
     if isinstance(value, Exception):
-        if name.lower().endswith(".csv"):
-            file = shlex.quote(name)
-            return UserError(
-                "IDLM-0201",
-                f"{origin} is a line of a table, not JSON",
-                fix=f"write the table as JSON lines: {FROM_CSV} < {file} > {file}.jsonl",
-            )
         return UserError(
             "IDLM-0201",
             f"{origin} is not valid JSON: {json_problem(value)}",

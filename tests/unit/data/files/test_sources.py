@@ -6,8 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +108,6 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
     (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
     with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*line 6"):
         read(tmp_path / "a.json", encoder, on_bad_record="skip")
-
-
-def test_a_table_is_refused_with_the_command_that_converts_it(tmp_path: Path, encoder: Encoder) -> None:
-    table = tmp_path / "a table.csv"
-    table.write_text('prompt,response\n"Sam has 1, Mia 2",3\n')
-    with pytest.raises(UserError, match="IDLM-0201.*csv:1 ") as caught:
-        read(table, encoder)
-    command = caught.value.fix.partition(": ")[2].replace("python", sys.executable, 1)
-    subprocess.run(command, shell=True, check=True)
-    assert read(tmp_path / "a table.csv.jsonl", encoder).num_samples == 1
 
 
 BAD_LINES = [
