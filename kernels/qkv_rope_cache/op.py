@@ -15,8 +15,8 @@ from idlm.kernels.backend import FP8, has_pdl, pdl_options, rounds_as_written, r
 
 LARGEST_FP8 = 448.0
 FEW_ROWS = 128
-"""With more rows a program has four times the heads and the warps: a head then has as many threads, and the
-sum of its norm the same order."""
+"""With more rows a program has twice the heads and the warps: a head then has as many threads, and the sum of
+its norm the same order. Four times as many take 92 us in place of 75 (8,192 rows of 48 heads, one H100)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def qkv_rope_cache(
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
 
     is_few = num_rows <= FEW_ROWS
-    heads_per_program = heads_per_program or (4 if is_few else 16)
+    heads_per_program = heads_per_program or (4 if is_few else 8)
     norm_stride = 0 if qk_norm_YH is None else qk_norm_YH.stride(0)
     strides = (*qkv_RJH.stride()[:2], norm_stride, *k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2])
     if num_rows:
@@ -97,7 +97,7 @@ def qkv_rope_cache(
             HALF=head_dim // 2,
             BLOCK_J=heads_per_program,
             BLOCK_h=triton.next_power_of_2(head_dim // 2),
-            num_warps=warps or (1 if is_few else 4),
+            num_warps=warps or (1 if is_few else 2),
             **rounds_as_written(),
             **pdl_options(has_pdl(qkv_RJH.device) if pdl is None else pdl),
         )

@@ -188,6 +188,14 @@ def test_every_gpu_test_is_in_a_part_that_make_knows() -> None:
         assert done.returncode != 0 and all(f"PART={part}" in done.stdout for part in PARTS)
 
 
+@pytest.mark.sweep
+def test_gpu_tests_are_importable_without_a_gpu() -> None:
+    """They share cases with tests that run here."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-m", "gpu"]
+    done = subprocess.run([*command, "tests/gpu"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_imports_are_compiled_once() -> None:
     """pip does not compile them, and an environment may ask Python not to keep what it compiled."""
     shown = "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE."

@@ -10,9 +10,8 @@ import pytest
 
 from tests.numerics import test_prompt_logprobs
 from tests.numerics.test_prompt_logprobs import (
-    CASES,
     DECODERS,
-    checkpoint,
+    FAMILIES,
     tables,
     test_a_pass_that_fails_is_scored_again,
     test_an_aborted_request_has_what_was_computed,
@@ -20,7 +19,6 @@ from tests.numerics.test_prompt_logprobs import (
 )
 
 __all__ = [
-    "checkpoint",
     "tables",
     "test_a_pass_that_fails_is_scored_again",
     "test_an_aborted_request_has_what_was_computed",
@@ -36,7 +34,7 @@ def _rounding_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "decoder", "options"),
-    [(family, *DECODERS[number % 2]) for number, family in enumerate(CASES)],
+    [(family, *DECODERS[number % 2]) for number, family in enumerate(FAMILIES)],
     ids=str,
 )
 def test_they_are_those_of_the_reference_model(

@@ -138,7 +138,7 @@ def test_small_ops_give_the_trunks_bits() -> None:
     assert (found != expected).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_rotated_row_has_the_same_bits_among_few_and_many(head_dim: int) -> None:
     torch.manual_seed(0)
     inv_freq = 1e6 ** -torch.linspace(0, 1, head_dim // 2, device="cuda")
