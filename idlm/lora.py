@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,15 @@ class AdapterSpec:
         (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, directory: Path, *, targets: Sequence[str] = ()) -> AdapterSpec:
-        """Read `adapter_config.json`; UserError IDLM-0610 names every field that is not of a plain LoRA.
-        `targets` replace `target_modules` that are a pattern or paths."""
+    def load(cls, directory: Path) -> AdapterSpec:
+        """Read `adapter_config.json`; UserErrors are those of `read`."""
         path = Path(directory) / ADAPTER_CONFIG
-        content = read_json(path)
+        return cls.read(read_json(path), origin=path)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], *, origin: Path, targets: Sequence[str] = ()) -> AdapterSpec:
+        """Read the content of `adapter_config.json`; UserError IDLM-0610 names every field that is not of a
+        plain LoRA. `targets` replace `target_modules` that are a pattern or paths."""
         rank, alpha, names = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
         has_paths = isinstance(names, list) and any("." in str(name) for name in names)
         if targets and (isinstance(names, str) or has_paths):
@@ -101,10 +105,13 @@ class AdapterSpec:
         if problems:
             raise UserError(
                 "IDLM-0610",
-                f"{path} does not describe a plain LoRA: {', '.join(problems)}",
+                f"{origin} does not describe a plain LoRA: {', '.join(problems)}",
                 fix=f"use a plain LoRA: peft_type LORA, r up to {MAX_RANK}, lora_alpha, target_modules as a "
-                "list, bias none, and no variant switched on; peft's save_pretrained with "
-                "path_initial_model_for_weight_conversion makes one of PiSSA, CorDA and OLoRA",
+                "list, bias none, and no variant switched on. peft's save_pretrained with "
+                "path_initial_model_for_weight_conversion makes one of PiSSA, CorDA and OLoRA, idlm-import "
+                "one with rank_pattern, alpha_pattern or layers_to_transform. Other variants have to be "
+                "trained again without them; only an adapter that is not gated can be merged into its base "
+                "in their place, with peft's merge_and_unload",
             )
         base_path = content.get("base_model_name_or_path")
         return cls(

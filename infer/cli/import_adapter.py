@@ -5,6 +5,7 @@ training: options have. Modules that import torch are imported inside functions,
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from idlm.cli import command
 from idlm.cli.help import CommandHelp
 from idlm.config.schema import option
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
+from idlm.errors import UserError, naming
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +122,8 @@ def import_to(config: ImportConfig) -> str:
     0610, 0611, 0613, 0620, and those of the base."""
     from safetensors.torch import save_file
 
+    from idlm.checkpoint import ADAPTER_CONFIG, read_json
+    from idlm.infer.cli.plain_lora import adapted_modules, plain_lora
     from idlm.infer.models.loader import read_outline
     from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
     from idlm.publish import publish
@@ -129,9 +132,17 @@ def import_to(config: ImportConfig) -> str:
     assert config.model and config.output_dir and config.stride is not None
     found = find_adapter(Path(config.model))
     tensors = _tensors(found)
-    adapted = (name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight"))
-    spec = AdapterSpec.load(found, targets=sorted({module.rpartition(".")[2] for module in adapted}))
-    base = _base(config, spec.base_path)
+    content = read_json(found / ADAPTER_CONFIG)
+    named = content.get("base_model_name_or_path")
+    base = _base(config, str(named) if named else None)
+    what, fix = (
+        f"{found / ADAPTER_CONFIG} has a pattern that is none",
+        "copy the adapter again from its source",
+    )
+    with naming("IDLM-0610", what, fix=fix, of=re.error):
+        content, tensors = plain_lora(content, tensors, base=read_json(base / "config.json"))
+    targets = sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)})
+    spec = AdapterSpec.read(content, origin=found / ADAPTER_CONFIG, targets=targets)
     semantics = Semantics(
         gated=True,
         base_identity=base_identity(base),

@@ -114,6 +114,7 @@ def test_the_base_may_be_the_bundle_itself_or_be_named(
         ({"use_dora": True}, "IDLM-0610 use_dora=True"),
         ({"modules_to_save": ["lm_head"]}, "IDLM-0610 modules_to_save=['lm_head']"),
         ({"r": 4}, "IDLM-0613 shape"),
+        ({"alpha_pattern": {"q_proj(": 4}}, "IDLM-0610 pattern"),
         ({"target_modules": 5}, "IDLM-0610 target_modules=5"),
         ({"target_modules": ["q_proj"]}, "IDLM-0613 not used"),
         ({"target_modules": [*PROJECTIONS, "lm_head"]}, "IDLM-0613 lm_head"),
@@ -185,3 +186,54 @@ def test_presets_are_whole_and_what_is_given_takes_their_place() -> None:
     assert command._complete(given).noise_range == []
     assert len(PRESETS["uno_qwen3_8b"]["acceptance"]) == PRESETS["uno_qwen3_8b"]["stride"] - 1
     assert callable(main)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {
+        "rank_pattern": {"q_proj": 6, r"layers\.1\..*down_proj": 1},
+        "alpha_pattern": {"up_proj": 24, "q_proj": 5},
+    },
+    {"rank_pattern": {"self_attn.k_proj": 2}, "use_rslora": True},
+    {"layers_to_transform": [1], "alpha_pattern": {"v_proj": 32}},
+    {"target_modules": r".*\.1\.self_attn\.(q|v)_proj|.*\.0\..*\.up_proj"},
+    {"exclude_modules": ["layers.0.mlp.gate_proj"]},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_modules_of_other_ranks_scales_and_layers_compute_what_peft_does(
+    base: Path, tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def stock() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+
+    given = {"r": 3, "lora_alpha": 12, "target_modules": sorted(PROJECTIONS), "task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)
+    theirs = get_peft_model(stock(), LoraConfig(**given | {"init_lora_weights": False} | changes)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    arguments = [f"model={tmp_path / 'theirs'}", f"base={base}", f"output_dir={tmp_path / 'ours'}", *UNIFORM]
+    status, shown = run(arguments, capsys)
+    assert status == 0, shown
+    ours = PeftModel.from_pretrained(stock(), tmp_path / "ours").eval()
+    ids_BT = torch.arange(1, 19).view(2, 9)
+    with torch.no_grad():
+        expected, plain = theirs(ids_BT).logits, stock()(ids_BT).logits
+        torch.testing.assert_close(ours(ids_BT).logits, expected, atol=1e-4, rtol=1e-4)
+    assert (expected - plain).abs().max() > 0.1
+
+
+def test_a_tensor_that_the_config_wants_is_not_made_up(
+    foreign: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights = (foreign / "adapter" / name for name in ("adapter_config.json", WEIGHTS_FILE))
+    tensors = load_file(weights)
+    lost = next(name for name in tensors if "layers.1.mlp.up_proj.lora_B" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, weights)
+    given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM]
+    for changes in ({"rank_pattern": {"q_proj": 3}}, {"exclude_modules": ["layers.0.mlp.up_proj"]}):
+        config.write_text(json.dumps(PEFT | changes))
+        status, shown = run(given, capsys)
+        assert status == 2 and "IDLM-0613" in shown and lost in shown, shown

@@ -1,0 +1,131 @@
+"""LoRAs of PEFT whose modules differ in rank, scale or layers, as plain ones that compute the same.
+
+A plain LoRA has one rank, one scale, and the same modules in every layer. Rows of zeros bring a rank to the
+largest one, a factor of B takes a module's scale to the common one, and a module without adapter has one of
+zeros. PEFT's rules are those of its `get_pattern_key` and `check_target_module_exists`.
+
+Shape letters: D input width, E output width, r rank."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from idlm.config.schema import is_integer, is_number
+from idlm.lora import MAX_RANK, tensor_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LAYERS = 10_000
+LAYER_KEYS = ("layers_to_transform", "layers_pattern", "exclude_modules")
+PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
+FOREIGN = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The layer in the path of a module."""
+
+
+def adapted_modules(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the paths of the modules that have an A, in the base."""
+    return [match[1] for match in map(FOREIGN.fullmatch, tensors) if match]
+
+
+def plain_lora(
+    content: Mapping[str, Any], tensors: Mapping[str, Tensor], *, base: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the `adapter_config.json` and the tensors of the plain LoRA on the base whose config is `base`;
+    what cannot be made plain stays, for the checks to name it. re.error for a pattern that is not one."""
+    modules, given = adapted_modules(tensors), base.get("num_hidden_layers")
+    num_layers = int(given or 0) if is_integer(given, 1, MAX_LAYERS) else 0
+    plain = {key: value for key, value in content.items() if key not in LAYER_KEYS}
+    found = _of_one_rank_and_scale(plain, tensors, modules)
+    added = {
+        tensor_name(path, matrix): found[like].new_zeros(found[like].shape)
+        for module, path in _untargeted(
+            content, modules, num_layers if is_integer(num_layers, 1, MAX_LAYERS) else 0
+        )
+        for matrix in "AB"
+        if (like := tensor_name(module, matrix)) in found
+    }
+    return plain, found | added
+
+
+def _of_one_rank_and_scale(
+    plain: dict[str, Any], tensors: Mapping[str, Tensor], modules: list[str]
+) -> dict[str, Tensor]:
+    """Return the tensors with one rank and scale, which `plain` gets in place of its patterns."""
+    found = dict(tensors)
+    ranks, alphas = (plain.get(key) or {} for key in PATTERN_KEYS)
+    are_patterns = isinstance(ranks, Mapping) and isinstance(alphas, Mapping) and (ranks or alphas)
+    given = [plain.get("r"), *ranks.values()] if are_patterns else []
+    scales = [plain.get("lora_alpha"), *alphas.values()] if are_patterns else []
+    if not given or not all(is_integer(one, 1, MAX_RANK) for one in given) or not all(map(is_number, scales)):
+        return found
+    rank_of = {module: _own(ranks, module, plain["r"]) for module in modules}
+    power = 0.5 if plain.get("use_rslora") else 1
+    scale_of = {
+        module: _own(alphas, module, plain["lora_alpha"]) / rank**power for module, rank in rank_of.items()
+    }
+    rank = max(rank_of.values(), default=plain["r"])
+    # Most tensors stay as they are, bit for bit.
+    scale = Counter(filter(None, scale_of.values())).most_common(1)
+    common = scale[0][0] if scale else 1.0
+    for module, own in rank_of.items():
+        a, b = (tensor_name(module, matrix) for matrix in "AB")
+        if b in found and (found[a].shape[0], found[b].shape[-1]) == (own, own):
+            found[a] = _padded(found[a], rank, dim=0)
+            found[b] = _padded(_scaled(found[b], scale_of[module] / common), rank, dim=1)
+    for key in PATTERN_KEYS:
+        plain.pop(key, None)
+    plain |= {"r": rank, "lora_alpha": common * rank, "use_rslora": False}
+    return found
+
+
+def _own(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that fits the path of a module, as in PEFT."""
+    return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _scaled(b_Er: Tensor, factor: float) -> Tensor:
+    return b_Er if factor == 1 else (b_Er.double() * factor).to(b_Er.dtype)
+
+
+def _padded(matrix: Tensor, rank: int, *, dim: int) -> Tensor:
+    shape = list(matrix.shape)
+    shape[dim] = rank
+    padded = matrix.new_zeros(shape)
+    padded.narrow(dim, 0, matrix.shape[dim]).copy_(matrix)
+    return padded
+
+
+def _untargeted(content: Mapping[str, Any], modules: list[str], num_layers: int) -> list[tuple[str, str]]:
+    """Return (a module of another layer, path) of each module that the config leaves out in some layers."""
+    forms = {NUMBER.sub("{}", module, count=1): module for module in modules}
+    paths = [
+        (module, form.format(layer))
+        for form, module in forms.items()
+        if form != module
+        for layer in range(num_layers)
+    ]
+    known = set(modules)
+    return [(module, path) for module, path in paths if path not in known and not _is_targeted(path, content)]
+
+
+def _is_targeted(path: str, content: Mapping[str, Any]) -> bool:
+    """Return whether PEFT adapts the module at `path`."""
+    if content.get("exclude_modules") and _fits(path, content["exclude_modules"]):
+        return False
+    layers, number = content.get("layers_to_transform"), NUMBER.search(path)
+    if layers not in (None, []) and number is not None:
+        wanted = layers if isinstance(layers, list) else [layers]
+        if int(number[0]) not in wanted:
+            return False
+    return _fits(path, content.get("target_modules"))
+
+
+def _fits(path: str, names: Any) -> bool:
+    if isinstance(names, str):
+        return names == "all-linear" or re.fullmatch(names, path) is not None
+    return isinstance(names, list) and any(f".{path}".endswith(f".{name}") for name in names)
