@@ -12,9 +12,14 @@ from contextlib import suppress
 
 from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
 
-BOXED = re.compile(r"\\boxed\s*\{")
+BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, and what is escaped, such as the brace of a set."""
+CONNECTED = re.compile(
+    r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*(?:,|,?\s*(?:\\text\s*\{)?\s*(?:and|or)\s*\}?)"
+    r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=\s*)?"
+)
+"""Between two boxes of one answer."""
 _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
 _LOCATION = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
 _PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
@@ -32,14 +37,28 @@ def strip_thinking(text: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}` after the thinking, braces balanced, or None."""
+    r"""Return the content of the last complete `\boxed{...}` after the thinking that is not empty, braces
+    balanced, or None. Boxes that a comma, `and` or `or` connects are one answer, as to math-verify."""
     text = strip_thinking(text)
+    contents: list[str] = []
+    last = len(text)
     for begin in reversed([*BOXED.finditer(text)]):
-        depth = 1
-        for brace in BRACE.finditer(text, begin.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return text[begin.end() : brace.start()].strip()
+        end = _closing_brace(text, begin.end())
+        if end is None or not (content := text[begin.end() : end].strip()):
+            continue
+        if contents and not CONNECTED.fullmatch(text, end + 1, last):
+            break
+        contents.insert(0, content)
+        last = begin.start()
+    return ", ".join(dict.fromkeys(contents)) or None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for brace in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
     return None
 
 

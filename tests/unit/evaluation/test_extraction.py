@@ -28,6 +28,12 @@ from idlm.infer.evaluation.mathematics import equality
         (r"\boxed{3} and \boxed{4", "3"),
         (r"\boxed {3}", "3"),
         (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),
+        (r"\boxed{5}. It is in \boxed{}.", "5"),
+        (r"\fbox{7}", "7"),
+        (r"$x_1=\boxed{-1}$ or $x_2=\boxed{2}$", "-1, 2"),
+        (r"\[\boxed{3}\quad\text{and}\quad\boxed{4}\]", "3, 4"),
+        (r"\boxed{3}, no wait, \boxed{4}", "4"),
+        (r"$\boxed{5}$, $\boxed{5}$", "5"),
         ("42", None),
     ],
 )
@@ -38,6 +44,7 @@ def test_the_last_complete_box_after_the_thinking(text: str, answer: str | None)
 @pytest.mark.sweep
 def test_many_open_boxes_take_no_time() -> None:
     assert boxed(r"\boxed{" * 2000) is None
+    assert boxed(r"\boxed{1}," * 2000) == "1"
 
 
 def test_the_last_code_block_with_a_function() -> None:
@@ -168,6 +175,29 @@ EQUAL = [
     (r"x \in [-2,7]", "[-2,7]"),
     ("p - q", "p-q"),
     ("nan", "nan "),
+    ("\u22122", "-2"),
+    ("\u20112", "-2"),
+    ("5\u22123", "2"),
+    ("x^2\u20134", "x^2-4"),
+    ("5 \u2013 3i", "5-3i"),
+    ("3\u20135", "3-5"),
+    (r"3\text{--}5\text{ hours}", "3 \u2013 5"),
+    ("$10\u2013$20", "10\u201320"),
+    ("2.5 million", "2500000"),
+    (r"\$2\text{ million}", "2"),
+    ("10⁻³", "0.001"),
+    ("2⅔", r"\frac{8}{3}"),
+    ("3√12", r"6\sqrt{3}"),
+    ("√(x+1)", r"\sqrt{x+1}"),
+    ("2 sqrt3", r"2\sqrt{3}"),
+    ("5 pi cm", r"5\pi"),
+    ("25¢", "25"),
+    (r"30\degree", "30"),
+    (r"0.1\overline{6}", r"\frac{1}{6}"),
+    (r"-2.\bar 9", "-3"),
+    ("1.2 x 10^5", "120000"),
+    (r"1 \text{ or } 2 \text{ cm}", "1,2"),
+    (r"2\text{ hours }15\text{ min}", r"2 \text{ hours } 15 \text{ min}"),
 ]
 OTHER = [
     ("1 1/2", "11/2"),
@@ -193,6 +223,16 @@ OTHER = [
     ("(1,2)", "(2,1)"),
     ("[1,2)", "(1,2)"),
     (r"\frac{1}{3}", "0.333"),
+    ("3\u20135", "-2"),
+    ("3 \u2013 5", "-2"),
+    ("3\u20135 hours", "35"),
+    ("-2", "3\u20135"),
+    ("$10\u2013$20", "10"),
+    (r"0.\overline{3}", "0.3"),
+    ("2 million", "3"),
+    (r"2 \text{ hours } 15 \text{ min}", "2"),
+    (r"3 \text{ cm} \times 5 \text{ cm}", "3"),
+    (r"3 \text{ remainder } 2", r"2 \text{ remainder } 3"),
 ]
 
 
