@@ -4,10 +4,12 @@ mathematical answers."""
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
 import re
+import symtable
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
@@ -24,6 +26,8 @@ _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<i
 _LOCATION = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
 _PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
 _FUNCTION = re.compile(r"^\s*(?:async )?def \w+", re.MULTILINE)
+_OWN = re.compile(r"(?:async )?def |class |import |from |@")
+UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 MAX_FENCES = 16
 """Lines with a fence that are tried as the end of a block."""
 
@@ -64,21 +68,94 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     """Return the last Python code block after the thinking that defines one of the `names`, else the last one
-    with any function, or None."""
+    with any function, or None. What it needs of the other blocks, such as imports and other functions, comes
+    before it; a definition without a body does not count where there is another."""
     blocks = python_blocks(strip_thinking(text))
     any_name = "|".join(map(re.escape, names)) or "(?!)"
     defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
     wanted = [block for block in blocks if re.search(defined, block, re.MULTILINE)]
     found = wanted or [block for block in blocks if _FUNCTION.search(block)]
-    return found[-1] if found else None
+    full = [block for block in found if not _is_stub(block)] or found
+    return _completed(full[-1], blocks, names) if full else None
+
+
+def _is_stub(code: str) -> bool:
+    """Whether no function of the code has a body."""
+    with suppress(*UNPARSED):
+        functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
+        return all(
+            isinstance(each, ast.Pass)
+            or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            for function in functions
+            for each in function.body
+        ) and bool(functions)
+    return False
+
+
+def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
+    """The code after those statements of other blocks that define what it lacks of itself and of `names`: of
+    several, the last before it, else the first after it."""
+    place = blocks.index(code)
+    chosen: dict[tuple[int, int], str] = {}
+    bound, lacking = set[str](), [*names]
+    with suppress(*UNPARSED):
+        lacking += _globals_of(code)
+        bound |= {name for node in ast.parse(code).body for name in _bound(node)}
+        others = [*range(place - 1, -1, -1), *range(place + 1, len(blocks))]
+        while lacking:
+            if (name := lacking.pop()) in bound:
+                continue
+            bound.add(name)
+            for index, line, source in _definitions(name, blocks, others):
+                chosen[index, line] = source
+                lacking += _globals_of(source)
+                break
+    return "\n".join([*(chosen[key] for key in sorted(chosen)), code])
+
+
+def _definitions(name: str, blocks: Sequence[str], order: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """Statements of the blocks that define the name: block, line and text."""
+    for index in order:
+        with suppress(*UNPARSED):
+            for node in reversed(ast.parse(blocks[index]).body):
+                if not {name, "*"}.isdisjoint(_bound(node)):
+                    yield index, node.lineno, ast.unparse(node)
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Import() | ast.ImportFrom():
+            return [each.asname or each.name.partition(".")[0] for each in node.names]
+        case ast.Assign() | ast.AnnAssign():
+            return [
+                each.id
+                for each in ast.walk(node)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            ]
+    return []
+
+
+def _globals_of(code: str) -> list[str]:
+    """Names that the code takes from its module, those of Python left out."""
+    top = symtable.symtable(code, "code", "exec")
+    tables, found = [top], list[str]()
+    for table in tables:
+        tables += table.get_children()
+        used = (each for each in table.get_symbols() if each.is_referenced())
+        found += [each.get_name() for each in used if each.is_global() or table is top]
+    return [name for name in found if not hasattr(builtins, name)]
 
 
 def python_blocks(text: str) -> list[str]:
     """The contents of fenced blocks whose info string is Python or empty, without their indentation. A fence
     may follow the mark of a list or quotation or, of Python, any text. A block of Python ends at the first
-    fence before which it can be parsed, since a docstring may hold fences too."""
+    fence before which it can be parsed, since a docstring may hold fences too. One that begins inside the
+    function of the block before it is a part of that one."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    blocks, index = [], 0
+    blocks, index = list[str](), 0
     while index < len(lines):
         opened = _OPEN.fullmatch(lines[index])
         index += 1
@@ -87,7 +164,10 @@ def python_blocks(text: str) -> list[str]:
         is_alone = bool(_LOCATION.fullmatch(opened["before"]))
         if _is_python(opened) or (is_alone and not opened["info"]):
             code, index = _block(lines, index, opened["fence"], opened["before"] if is_alone else "")
-            blocks.append(code)
+            if blocks and _continues(blocks[-1], code):
+                blocks[-1] += code
+            else:
+                blocks.append(textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code)
         elif is_alone:
             index = _end(lines, index, opened["fence"])
         # What ends a block may begin the next one.
@@ -104,8 +184,8 @@ def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, 
         if last.lstrip().startswith("#"):
             continue
         code = _code([*lines[start:end], last], before)
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            ast.parse(code)
+        with suppress(*UNPARSED):
+            ast.parse(textwrap.dedent(code))
             return code, end
     end = _end(lines, start, fence)
     return _code(lines[start:end], before), end
@@ -129,8 +209,19 @@ def _code(lines: list[str], before: str) -> str:
     first = next(filter(str.strip, lines), "")
     width = min(len(before), _indent(first))
     indents = (min(width, _indent(line)) for line in lines)
-    code = "\n".join(line[indent:] for line, indent in zip(lines, indents, strict=True)).rstrip() + "\n"
-    return textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code
+    return "\n".join(line[indent:] for line, indent in zip(lines, indents, strict=True)).rstrip() + "\n"
+
+
+def _continues(before: str, code: str) -> bool:
+    """Whether the code is indented and goes on with the function that `before` ends in, and does not quote
+    it."""
+    is_inner = code.lstrip("\n")[:1].isspace() and not _OWN.match(code.strip())
+    if not is_inner or code.strip() in before:
+        return False
+    with suppress(*UNPARSED):
+        compile(before + code, "code", "exec", dont_inherit=True)
+        return True
+    return False
 
 
 def _indent(line: str) -> int:

@@ -1,5 +1,5 @@
-"""HumanEval and MBPP: the last Python code block with a function is run against the tests of the problem, in
-a sandbox, for 10 seconds (arXiv 2604.11035, H.4)."""
+"""HumanEval and MBPP: the last Python code block with the function, and what it needs of others, are run
+against the tests of the problem, in a sandbox, for 10 seconds (arXiv 2604.11035, H.4)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import random
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +107,46 @@ def test_the_block_that_defines_the_wanted_function_comes_first() -> None:
     assert function_block(tests, ["g"]) == function_block(tests) != CODE
     assert function_block("```py\nf = lambda x: x\n```", ["f"]) == "f = lambda x: x\n"
     assert function_block("```py\nf == 1\n```", ["f"]) is None
+
+
+HELPER = "def g(x):\n    return x + 1\n"
+CALLER = "def f(x):\n    return g(x)\n"
+PARTS = {
+    "imports first": (
+        ["import math\nfrom typing import List", "def f(x: List):\n    return math.ceil(x)"],
+        1.5,
+    ),
+    "a star": (["from math import *", "def f(x):\n    return ceil(x)"], 1.5),
+    "helper first": ([HELPER, CALLER], 1),
+    "helper last": ([CALLER, HELPER], 1),
+    "other versions": ([HELPER, "g = None", HELPER, CALLER], 1),
+    "helpers of helpers": (["ONE = 1", "def h(x, y=ONE):\n    return x + y", "g = h", CALLER], 1),
+    "a class": (["class A:\n    b = 2", "def f(x):\n    return A.b"], 1),
+    "a decorator": (["from functools import cache", "@cache\ndef f(x):\n    return x + 1"], 1),
+    "wrong tests last": (["def f(x):\n    return x + 1", "assert f(1) == 3\nx = f(1)"], 1),
+    "a body in parts": (["def f(x):\n    y = 1", "    y += x\n    return y"], 1),
+    "a loop in parts": (["def f(x):\n    for y in (x, x + 1):", "        z = y\n    return z"], 1),
+    "a line quoted": (["def f(x):\n    x += 1\n    return x", "    x += 1", "return x"], 1),
+    "the signature last": (["def f(x):\n    return x + 1", "def f(x: int) -> int: ..."], 1),
+    "code that is cut": (["def g(x) return", HELPER, CALLER], 1),
+    "indented after another": (["def g(x):\n    pass", "    def f(x):\n        return 2"], 1),
+}
+
+
+@pytest.mark.parametrize(("parts", "given"), PARTS.values(), ids=PARTS)
+def test_what_defines_a_function_is_found_in_several_blocks(
+    tmp_path: Path, parts: list[str], given: float
+) -> None:
+    code = function_block("Then\n".join(f"```python\n{part}\n```\n" for part in parts), ["f"])
+    (tmp_path / "code.py").write_text(code or "")
+    assert runpy.run_path(str(tmp_path / "code.py"))["f"](given) == 2
+
+
+def test_all_wanted_names_are_found() -> None:
+    parts = ["class A:\n    pass", "def f(x):\n    return x.b"]
+    assert function_block("".join(f"```\n{part}\n```\n" for part in parts), ["A", "f"]) == "\n".join(
+        [*parts, ""]
+    )
 
 
 @pytest.mark.sweep
