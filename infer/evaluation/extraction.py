@@ -95,13 +95,13 @@ def _is_stub(code: str) -> bool:
 def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
     """The code after those statements of other blocks that define what it lacks of itself and of `names`: of
     several, the last before it, else the first after it."""
-    place = blocks.index(code)
+    position = blocks.index(code)
     chosen: dict[tuple[int, int], str] = {}
     bound, lacking = set[str](), [*names]
     with suppress(*UNPARSED):
         lacking += _globals_of(code)
         bound |= {name for node in ast.parse(code).body for name in _bound(node)}
-        others = [*range(place - 1, -1, -1), *range(place + 1, len(blocks))]
+        others = [*range(position - 1, -1, -1), *range(position + 1, len(blocks))]
         while lacking:
             if (name := lacking.pop()) in bound:
                 continue
@@ -213,7 +213,7 @@ def _code(lines: list[str], before: str) -> str:
 
 
 def _continues(before: str, code: str) -> bool:
-    """Whether the code is indented and goes on with the function that `before` ends in, and does not quote
+    """Whether the code is indented and continues the function that `before` ends in, and does not quote
     it."""
     is_inner = code.lstrip("\n")[:1].isspace() and not _OWN.match(code.strip())
     if not is_inner or code.strip() in before:
