@@ -95,7 +95,9 @@ class SamplingParams:
     UserError IDLM-0401 that names every value out of range."""
 
     temperature: float = option("0 is greedy, 1 samples the model's own distribution", 1.0)
-    top_p: float = option("keep the most likely tokens up to this total probability; 1 is off", 1.0)
+    top_p: float = option(
+        "keep the most likely tokens up to this total probability; 1 is off, 0 keeps one", 1.0
+    )
     top_k: int = option("keep the k most likely tokens; 0 is off", 0)
     min_p: float = option("drop tokens below this fraction of the highest probability; 0 is off", 0.0)
     seed: int | None = option("random stream of each prompt; null draws a fresh one", None)
@@ -189,7 +191,7 @@ class SamplingParams:
         shortest = 1 if scores is None else 0
         return (
             ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
-            ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+            ("top_p", is_number(self.top_p, 0, 1), "in [0, 1] (1 is off)"),
             ("top_k", is_integer(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
             ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
             ("seed", not has_seed or is_integer(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),

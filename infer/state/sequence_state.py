@@ -18,6 +18,9 @@ from idlm.infer.state.logit_changes import LogitChanges
 from idlm.kernels.sampling import Probs, row_probs, uniforms
 from idlm.kernels.step_rows import Lanes, Noise, commit
 
+MIN_TOP_P = 1e-9
+"""In place of 0: kernels look for the tokens that reach a positive total."""
+
 
 class SequenceState:
     """Known tokens, KV progress, sampling settings and random stream of each lane. `num_known_Z` tokens are
@@ -62,7 +65,7 @@ class SequenceState:
             (self.seeds_Z, [request.params.seed for request in requests]),
             (self.temperature_Z, [request.params.temperature for request in requests]),
             (self.top_k_Z, [request.params.top_k for request in requests]),
-            (self.top_p_Z, [request.params.top_p for request in requests]),
+            (self.top_p_Z, [max(request.params.top_p, MIN_TOP_P) for request in requests]),
             (self.min_p_Z, [request.params.min_p for request in requests]),
             (self.tau_Z, [request.params.tau for request in requests]),
         )

@@ -29,8 +29,6 @@ from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
-MIN_TOP_P = 1e-9
-"""In place of 0, which OpenAI takes: the likeliest token alone."""
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -192,7 +190,6 @@ class SamplingFields(ConstraintFields):
         given["stop"] = None if self.stop == "" else self.stop
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        given["top_p"] = None if self.top_p is None else max(self.top_p, MIN_TOP_P)
         changed = {name: value for name, value in given.items() if value is not None}
         # Defaults that the request excludes yield to it.
         longest = changed.get("max_tokens", defaults.max_tokens)

@@ -64,7 +64,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("temperature", "hot"),
         ("temperature", True),
         ("top_k", True),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("top_k", -1),
@@ -135,8 +135,16 @@ def test_changes_of_logits_that_do_not_fit_the_others_are_refused(given: dict[st
     assert len(error.message) < 200, "values of a thousand entries are not repeated"
 
 
+def test_a_top_p_of_0_keeps_the_likeliest_token_alone(speaking: Engine) -> None:
+    for decoder_options in ({}, {"stride": 1}):
+        given = {"max_tokens": 8, "ignore_eos": True, "decoder_options": decoder_options}
+        [greedy] = speaking.generate([[3, 5]], params=SamplingParams(temperature=0, **given))
+        [drawn] = speaking.generate([[3, 5]], params=SamplingParams(temperature=1, top_p=0, seed=1, **given))
+        assert drawn.token_ids == greedy.token_ids
+
+
 def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
-    error = _refusal(SamplingParams, temperature=-1, top_p=0, n=0)
+    error = _refusal(SamplingParams, temperature=-1, top_p=2, n=0)
     assert all(f"{field}=" in error.message for field in ("temperature", "top_p", "n"))
     SamplingParams(temperature=0, top_p=1, top_k=0, min_p=1, seed=2**63 - 1, max_tokens=1, tau=0, logprobs=0)
     assert SamplingParams(stop="x").stop == ("x",)
