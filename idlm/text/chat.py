@@ -27,6 +27,7 @@ from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
 from idlm.text.turn_ends import WORD, next_tags, second_end
 
 TRAILING = "turns after the last trained answer are left out"
+NO_END = "answers before a turn that begins as no answer ends are trained without an end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +121,12 @@ def _cut(
         is_last = turn + 1 == len(messages)
         before, answer, note = template.turn(messages[: turn + 1], closed=whole if is_last else None)
         after = before + answer
-        if turn == targets[0] == targets[-1] and not whole.startswith(after):
+        if turn == targets[-1] and not whole.startswith(after):
             # The rest of the conversation teaches nothing, and the template would rewrite this turn for it.
             whole, num_turns = after, turn + 1
+        elif not whole.startswith(after):
+            before, answer, note = template.ended(Turn(before, answer, note), whole)
+            after = before + answer
         _require_prefix(done, before, turn)
         _require_prefix(after, whole, turn)
         context = encode_text(tokenizer, before[len(done) :], after=done)
@@ -335,6 +339,16 @@ class Template:
         return Turn(
             prompt, answer, note if thought is None or is_shown or CLOSE in self.text else WRITES_BLOCK
         )
+
+    def ended(self, turn: Turn, whole: str) -> Turn:
+        """Return a turn that ends by the one of `tags` with which `whole` goes on, or without an end where
+        that is none of them."""
+        for tag in filter(None, self.tags):
+            start = turn.prompt + turn.answer.removesuffix(tag)
+            if turn.answer.endswith(tag) and whole.startswith(start):
+                end = next((other for other in self.tags if other and whole.startswith(start + other)), "")
+                return Turn(turn.prompt, turn.answer.removesuffix(tag) + end, turn.note if end else NO_END)
+        return turn
 
     def _body(self, head: str, closed: str, history: Sequence[Message]) -> str:
         """Return what follows `head` in `closed`, where a template may render the turns before otherwise."""

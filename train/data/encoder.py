@@ -35,7 +35,7 @@ SILENT = "answers of calls alone, which the chat template leaves out, are contex
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
 RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
-RENDERING = 5
+RENDERING = 6
 """Goes up when records become other samples: caches hold them."""
 
 

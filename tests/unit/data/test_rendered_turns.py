@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
+from idlm.text.chat import TRAILING
 from idlm.text.left_out import kinds_left_out
 from idlm.text.templates import render
 from idlm.text.tokenizer import encode_messages
@@ -219,6 +220,16 @@ def test_a_conversation_ends_once_where_the_template_closes_it_and_its_last_turn
     only_eos = tokenizer_with(template)
     sample = sample_of(only_eos, messages[:2])
     assert parts(only_eos, sample)[1] == ["Yes\n" + END]
+
+
+def test_a_last_thought_that_the_template_leaves_out_follows_earlier_answers() -> None:
+    tokenizer = form_tokenizer("chatml")
+    last = answer(content="Yes it is", reasoning_content="WHY so")
+    sample = sample_of(tokenizer, [QUESTION, answer(content="No"), QUESTION, last, QUESTION])
+    assert parts(tokenizer, sample)[1] == [f"No{END}", THOUGHT + END]
+    assert TRAILING in sample.notes
+    with pytest.raises(UserError, match="IDLM-0214.*message 1"):
+        sample_of(tokenizer, [QUESTION, last, QUESTION, last])
 
 
 def test_a_thought_follows_what_the_template_writes_before_an_answer() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
+from idlm.text.chat import NO_END
 from idlm.text.templates import render, with_date, writes_date
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.check import data_problems
@@ -276,6 +277,25 @@ def test_an_answer_that_the_template_does_not_close_ends_by_the_tag_of_the_next_
         closed = [*messages[:-1], {"role": "assistant", "content": f"No{user}"}]
         (again,) = encoder.messages(closed, origin="here")
         assert again.token_ids.tolist() == sample.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("between", "end"), [("system", ""), ("assistant", ""), ("tool", "<|tool|>"), ("user", "<|user|>")]
+)
+def test_a_turn_that_begins_as_no_answer_ends_is_no_end_of_one(
+    tmp_path: Path, between: str, end: str
+) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, NOT_CLOSED))
+    special = ["<|user|>", "<|tool|>", "<|system|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+    messages = [*turns("Yes"), {"role": between, "content": "Sam"}, *turns("No")]
+    (sample,) = encoder.messages(messages, origin="here")
+    taught = tokenizer.decode(sample.token_ids[sample.supervised]).split("\n")
+    answers = [f"Yes{end}", *(["Sam<|user|>"] if between == "assistant" else []), "No<|user|>"]
+    assert taught == ["", *answers]
+    assert tokenizer.decode(sample.token_ids) == render(tokenizer, messages, open_turn=False) + "<|user|>"
+    assert (NO_END in sample.notes) == (not end)
 
 
 def test_special_tokens_in_the_words_of_a_user_are_told() -> None:
