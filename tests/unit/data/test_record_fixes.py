@@ -61,6 +61,12 @@ RECORDS: list[tuple[Record, str, Record, str]] = [
         {"prompt": "a", "response": "b"},
         "auto",
     ),
+    (
+        {"input": {"messages": [USER]}, "preferred_output": [ANSWER]},
+        'fix: write {"prompt": str, "response": str}',
+        {"prompt": "a", "response": "b"},
+        "auto",
+    ),
     ({"text": "a", "messages": CHAT}, "data.shape=messages", {"text": "a", "messages": CHAT}, "messages"),
     ({"text": "a", "role": "user"}, "data.shape=text", {"text": "a", "role": "user"}, "text"),
     (
@@ -106,7 +112,7 @@ def test_fixes_of_turns(turn: Record, fix: str, repaired: Record) -> None:
 
 @pytest.mark.parametrize(("record", "fix", "repaired", "shape"), RECORDS)
 def test_fixes_of_shapes(record: Record, fix: str, repaired: Record, shape: str) -> None:
-    assert fix in refusal(record).split("fix:")[1]
+    assert fix in refusal(record)
     assert read(repaired, shape)
 
 

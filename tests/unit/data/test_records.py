@@ -74,6 +74,7 @@ SAME_CHATS: dict[str, Any] = {
     "texts in turn": {"conversations": ["a", "b"]},
     "parts of text": {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}, ANSWER]},
     "nulls of other keys": {"messages": [USER | {"tool_calls": None, "name": None}, ANSWER], "tools": None},
+    "nulls in JSON text": {"messages": [USER, ANSWER | {"tool_calls": "null"}], "tools": "null"},
     "a prompt and a completion of messages": {"prompt": [USER], "completion": [ANSWER]},
     "a prompt of text": {"prompt": "a", "completion": [ANSWER]},
     "a completion of text": {"prompt": [USER], "completion": "b"},
@@ -180,6 +181,7 @@ def test_what_may_be_a_weight_a_thought_or_a_context_is_not_dropped() -> None:
     columns = ["prompt", "chosen", "rejected", "rationale", "other"]
     assert wanted_columns(columns) == (columns[:4], ("other",))
     assert "context='c' next to prompt and answer" in refusal({"prompt": "a", "answer": "b", "context": "c"})
+    assert "option_a='c' next to question" in refusal({"question": "a", "answer": "b", "option_a": "c"})
 
 
 def test_weights_beside_the_turns_and_of_other_turns() -> None:
@@ -231,6 +233,21 @@ def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
         assert "different values of reasoning_content and reasoning" in refusal(
             BARE[shape] | {"reasoning_content": "hm", "reasoning": "x"}
         )
+        # How the model was asked to reason, as in Nemotron's data.
+        for mode in ("off", "On", "high", True):
+            assert read(BARE[shape] | {"reasoning": mode}) == {"pair": ("a", "b"), "ignored": {"reasoning"}}
+        twice = BARE[shape] | {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]}
+        assert read(twice)["ignored"] == {"reasoning_details"}
+
+
+def test_reasoning_beside_turns_is_that_of_the_only_answer() -> None:
+    thought, expected = {"reasoning": "hm"}, [USER, ANSWER | {"reasoning": "hm"}]
+    assert read({"prompt": [USER], "completion": [ANSWER]} | thought) == {"messages": expected}
+    assert read({"input": [USER], "output": "b"} | thought) == {"messages": expected}
+    preferred = {"prompt": "a", "chosen": [ANSWER], "rejected": [ANSWER]}
+    assert read(preferred | thought, "preference") == {"messages": expected}
+    for answers in ([ANSWER, USER, ANSWER], [ANSWER | {"reasoning_content": "x"}]):
+        assert "may belong to any of them" in refusal({"prompt": [USER], "completion": answers} | thought)
 
 
 def test_answers_follow_their_prompt_as_it_was_given() -> None:

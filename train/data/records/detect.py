@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from idlm.errors import UserError
+from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.parts import TEXT_EXTRAS, is_empty, present, unusable
+from idlm.train.data.records.parts import ROLE_KEYS, ROLES, TEXT_EXTRAS, is_empty, is_mode, present, unusable
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
 
 AUTO = "auto"
@@ -77,7 +79,8 @@ def samples_of(
 
 def ignored_keys(record: Record, shape: str) -> list[str]:
     read = {*_match(record, shape)[1][0], *SHAPES[shape].also}
-    return [key for key, value in record.items() if key not in read and not is_empty(value)]
+    modes = {key for key in REASONING_KEYS if is_mode(record.get(key))}
+    return [key for key, value in record.items() if key not in read - modes and not is_empty(value)]
 
 
 @functools.cache
@@ -137,7 +140,7 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
     nearest = {key: _nearest(key, record) for key in missing}
     fixes = [f"rename {like} to {key}" for key, (ratio, like) in nearest.items() if ratio >= MIN_LIKENESS]
-    lists = [key for key, value in record.items() if isinstance(value, list) and value]
+    lists = [key for key, value in record.items() if _may_be_turns(value)]
     if lists and not fixes:
         fixes = [f"rename {lists[0]} to messages if it holds the turns"]
     return unusable(
@@ -145,6 +148,17 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
         fix=f"{' and '.join(fixes)}{', or ' if fixes else ''}write {SHAPES[name].example}; shapes: "
         f"{', '.join(SHAPES)}",
     )
+
+
+def _may_be_turns(value: Any) -> bool:
+    """Return whether a value is a list of texts, or of turns of which one asks."""
+    items = value if isinstance(value, list) else []
+    roles = [item.get(key) for item in items if isinstance(item, dict) for key in ROLE_KEYS]
+    return bool(items) and (all(isinstance(item, str) for item in items) or any(map(_asks, roles)))
+
+
+def _asks(role: Any) -> bool:
+    return isinstance(role, str) and ROLES.get(role.strip().lower()) == "user"
 
 
 def _nearest(key: str, record: Record) -> tuple[float, str]:

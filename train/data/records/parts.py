@@ -64,14 +64,25 @@ WEIGHT_WORDS = re.compile(
     r"(?:.*_)?(?:loss|train|trained|mask|masking|supervise|target|labels?|ignored?|skip|include|exclude)(?:_.*)?"
 )
 """What the name of a weight has that is none of these."""
-UNREAD_THOUGHTS = ("thought", "thoughts", "think", "cot", "chain_of_thought", "rationale", "reasoning_text")
+UNREAD_THOUGHTS = (
+    *("thought", "thoughts", "think", "cot", "chain_of_thought", "rationale", "reasoning_text"),
+    *("reasoning_details", "thinking_blocks", "thinking_trajectories", "deepseek_thinking_trajectory"),
+)
 """Names of what may be a thought or a part of the answer."""
+MODES = (
+    *("on", "off", "true", "false", "yes", "no", "none", "auto", "enabled", "disabled"),
+    *("minimal", "low", "medium", "high"),
+)
+"""What data sets write as `reasoning` of a record that is no thought: how the model was asked to reason."""
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS)
 """Keys of a message that are rendered, or refused where the template leaves them out."""
 CONTEXT_KEYS = ("input", "context")
 """What follows an instruction in the prompt."""
-QUESTION_PARTS = (*CONTEXT_KEYS, "passage", "document", "documents", "choices", "options")
+QUESTION_PARTS = (
+    *(*CONTEXT_KEYS, "passage", "paragraph", "article", "document", "documents", "choices", "options"),
+    *("A", "B", "option_a", "option_A", "optionA", "choice_a", "opa", "option1", "option_1"),
+)
 """What a question that is not called prompt may need to be understood."""
 
 PAIR_ALIASES = (
@@ -104,12 +115,19 @@ def unusable(problem: str, *, fix: str) -> UserError:
 
 
 def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
-    """UserError IDLM-0202 where a record or a turn, called `name`, holds a key of `UNREAD_THOUGHTS`."""
+    """UserError IDLM-0202 where a record or a turn, called `name`, holds a key of `UNREAD_THOUGHTS` and no
+    thought that is read, which that may repeat."""
+    if present(given, REASONING_KEYS):
+        return
     for key, value in present(given, UNREAD_THOUGHTS).items():
         raise unusable(
             f"{name} has {key}={shown(value)}, which may be a thought and is not read",
             fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
         )
+
+
+def is_mode(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in MODES)
 
 
 def shown(value: Any) -> str:

@@ -33,6 +33,7 @@ from idlm.train.data.records.parts import (
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
     UNREAD_THOUGHTS,
+    is_mode,
     parsed,
     present,
     refuse_thoughts,
@@ -108,7 +109,7 @@ def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
             )
     if isinstance(prompt, str) and isinstance(response, str):
         return _encoded_pair(record, prompt, response, encoder, origin)
-    turns = [*_context(prompt, keys[0]), *_reply(response, keys[1])]
+    turns = [*_context(prompt, keys[0]), *_with_thought(_reply(response, keys[1]), record)]
     return _encoded(record, turns, encoder, origin)
 
 
@@ -132,7 +133,7 @@ def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> En
     key, prompt = next(iter(prompts.items()), ("", None))
     if isinstance(chosen, str) and isinstance(prompt, str):
         return _encoded_pair(record, prompt, chosen, encoder, origin)
-    turns = _reply(chosen, "chosen")
+    turns = _with_thought(_reply(chosen, "chosen"), record)
     if turns[0].role == "assistant":
         if not prompts:
             raise unusable("chosen is an answer without a prompt", fix="write the prompt as prompt")
@@ -196,9 +197,8 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
     """Encode two texts, which need no chat template unless there is more."""
-    refuse_thoughts(record, "the record")
-    user, assistant = plain_turns(prompt, response)
-    assistant = replace(assistant, message=assistant.message | reasoning_of(record, "the record"))
+    user, *answers = plain_turns(prompt, response)
+    (assistant,) = _with_thought(answers, record)
     turns = _with_context(record, [user, assistant])
     is_pair = [turn.role for turn in turns] == ["user", "assistant"] and turns[-1].is_trained
     has_more = any(len(turn.message) > 2 for turn in turns)
@@ -211,6 +211,23 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
     return _encoded(record, [user, assistant], encoder, origin)
+
+
+def _with_thought(turns: list[Message], record: Record) -> list[Message]:
+    """Return the turns of an answer with the thought next to it, where it is the only one."""
+    refuse_thoughts(record, "the record")
+    given = {key: value for key, value in present(record, REASONING_KEYS).items() if not is_mode(value)}
+    thought = reasoning_of(given, "the record")
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    if thought and (len(answers) != 1 or reasoning_of(turns[answers[0]].message, "the answer")):
+        raise unusable(
+            f"{' and '.join(thought)} is next to turns, and may belong to any of them",
+            fix="write it into the turn that it belongs to, or delete it",
+        )
+    return [
+        replace(turn, message=turn.message | thought) if index in answers else turn
+        for index, turn in enumerate(turns)
+    ]
 
 
 def _context(value: Any, key: str) -> list[Message]:

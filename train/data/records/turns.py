@@ -54,6 +54,8 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _tools(value: Any, key: str) -> list[dict[str, Any]]:
     fix = f"write {key} as [{TOOL}, ...] or as its JSON text, or delete the key"
     tools = parsed(value, key, fix=fix)
+    if tools is None:
+        return []
     if not isinstance(tools, list):
         raise unusable(f"{key}={shown(value)}, which is not a list", fix=fix)
     return [_function(parsed(tool, name, fix=fix), name, TOOL) for name, tool in _named(tools, key)]
@@ -62,6 +64,8 @@ def _tools(value: Any, key: str) -> list[dict[str, Any]]:
 def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
     """Return the calls of a turn: one or a list, or its JSON text."""
     given = parsed(value, name, fix=WRITE_CALL)
+    if given is None:
+        return []
     calls = _named(given, name) if isinstance(given, list) else [(name, given)]
     return [_call(call, index) for index, call in calls]
 
