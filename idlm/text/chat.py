@@ -341,8 +341,8 @@ class Template:
         )
 
     def ended(self, turn: Turn, whole: str) -> Turn:
-        """Return a turn that ends by the one of `tags` with which `whole` goes on, or without an end where
-        that is none of them."""
+        """Return a turn that ends by the one of `tags` that follows in `whole`, or without an end where none
+        of them does."""
         for tag in filter(None, self.tags):
             start = turn.prompt + turn.answer.removesuffix(tag)
             if turn.answer.endswith(tag) and whole.startswith(start):

@@ -60,7 +60,10 @@ def base_config(path: str) -> PretrainedConfig:
     check_base_config(directory)
     fix = "restore config.json; the architecture must be one that transformers supports"
     with naming("IDLM-0541", f"{path}/config.json cannot be read", fix=fix):
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # The run chooses it: the package that a file names need not be installed.
+    config._attn_implementation = None
+    return config
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:

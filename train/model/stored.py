@@ -124,6 +124,12 @@ def _without_weights(directory: Path) -> UserError:
             f"model.path={directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}",
             fix="download or copy the safetensors files of the checkpoint",
         )
+    if all(name.endswith(".gguf") for name in found):
+        return UserError(
+            "IDLM-0541",
+            f"model.path={directory} has no safetensors, and {some_of(found)} is GGUF (llama.cpp)",
+            fix="download the checkpoint that it was made from, whose weights are safetensors in bfloat16",
+        )
     convert = (
         f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='auto')"
         f".save_pretrained('{directory}')"

@@ -148,6 +148,11 @@ def _generation(base: Path) -> None:
 # name: (what is done to the base, words of the error and its fix, what the fix says).
 BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str], None]]] = {
     "pickled weights": (_as_bin, "if you trust it, convert it", _command),
+    "weights of llama.cpp": (
+        lambda base: (base / "model.safetensors").rename(base / "model.gguf") and None,
+        "download the checkpoint that it was made from",
+        _restored("model.safetensors"),
+    ),
     "cut weights": (
         lambda base: (base / "model.safetensors").write_bytes(b"12345678{"),
         "download or copy the file again",
@@ -209,6 +214,13 @@ def test_a_repair_that_is_advised_prepares_the_run(name: str, tmp_path: Path) ->
     assert " ".join(refused.message.split()) in " ".join(str(problems).split()), "the dry run says the same"
     repairs(base, whole, refused.fix)
     assert of_the_run(config) is None
+
+
+def test_an_attention_that_the_base_names_is_not_needed(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    with_keys(attn_implementation="flash_attention_3")(base)
+    config = config_of(base, tmp_path / "out")
+    assert of_the_run(config) is None and not of_the_dry_run(config)[0]
 
 
 def test_an_adapter_has_a_base(tmp_path: Path) -> None:

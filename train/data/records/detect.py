@@ -151,13 +151,13 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
 
 
 def _may_be_turns(value: Any) -> bool:
-    """Return whether a value is a list of texts, or of turns of which one asks."""
+    """Return whether a value is a list of texts, or of turns of which one is a user's."""
     items = value if isinstance(value, list) else []
     roles = [item.get(key) for item in items if isinstance(item, dict) for key in ROLE_KEYS]
-    return bool(items) and (all(isinstance(item, str) for item in items) or any(map(_asks, roles)))
+    return bool(items) and (all(isinstance(item, str) for item in items) or any(map(_is_user, roles)))
 
 
-def _asks(role: Any) -> bool:
+def _is_user(role: Any) -> bool:
     return isinstance(role, str) and ROLES.get(role.strip().lower()) == "user"
 
 
