@@ -248,12 +248,11 @@ class Rows:
     def select_wanted_rows(
         self, rows_X: Tensor, o_RE: Tensor, residual_RD: Tensor
     ) -> tuple[Tensor, Tensor, Rows]:
-        """Output of attention, residual and inputs of the rows `rows_X`, in one launch; nothing rotates
-        them any more."""
-        gates = () if self.gate is None else (gate_of(self.gate),)
-        o_XE, residual_XD, *gates_X = gather_rows(rows_X, (o_RE, residual_RD, *gates))
-        gate = None if self.gate is None else group_rows(gates_X[0], num_adapters_of(self.gate))
-        return o_XE, residual_XD, replace(self, gate=gate)
+        """Output of attention, residual and inputs of the rows `rows_X`; nothing rotates them any more."""
+        gate = self.gate
+        if gate is not None:
+            gate = group_rows(gate_of(gate)[rows_X], num_adapters_of(gate))
+        return o_RE[rows_X], residual_RD[rows_X], replace(self, gate=gate)
 
 
 class DenseTrunk(nn.Module):

@@ -113,10 +113,10 @@ def _parts(name: str, options: dict[str, Any], *, deterministic: bool) -> Engine
 @pytest.mark.parametrize(
     ("name", "options", "deterministic", "maximum"),
     [
-        ("ar", {}, False, 49),
+        ("ar", {}, False, 48),
         ("ar", {}, True, 55),
-        ("isd", {"stride": 4, "prompt_lookup_min": 4}, False, 47),
-        ("isd", {"stride": 4, "adaptive": True}, False, 62),
+        ("isd", {"stride": 4, "prompt_lookup_min": 4}, False, 46),
+        ("isd", {"stride": 4, "adaptive": True}, False, 61),
         ("isd", {"stride": 4, "adaptive": True}, True, 65),
     ],
     ids=str,
