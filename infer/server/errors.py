@@ -72,8 +72,12 @@ class FieldError(ApiError):
 
 
 def dump(content: Any) -> bytes:
-    """JSON as bytes; text that is not valid Unicode is escaped."""
-    return ENCODER.encode(content).encode("utf-8", "backslashreplace")
+    """JSON as bytes; text that is not valid Unicode is escaped, and what Python's `splitlines` and httpx's
+    `iter_lines` take for the end of a line."""
+    text = ENCODER.encode(content)
+    for char, escaped in (("\x85", r"\u0085"), ("\u2028", r"\u2028"), ("\u2029", r"\u2029")):
+        text = text.replace(char, escaped)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -35,7 +35,7 @@ FIGURES = SampleCounts("length", 1, 3, 0, 3, [], [], "exact")
 TEXTS = [
     "a",
     ' "quoted" \\',
-    "\n\u2028",
+    "\n\u2028\u2029\x85",
     "\u00e4\u6f22\U0001f600",
     "",
     "\ud800",
@@ -73,6 +73,8 @@ def content(chunks: bytes) -> list[dict[str, Any]]:
     """The objects of chunks."""
     parts = chunks.decode().split("\n\n")
     assert parts.pop() == ""
+    # Clients that split text by lines, as with httpx's `iter_lines`, see the same events.
+    assert chunks.decode().splitlines() == chunks.decode().split("\n")[:-1]
     return [json.loads(part.removeprefix("data: ")) for part in parts if part != "data: [DONE]"]
 
 
