@@ -200,6 +200,8 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
         task = TaskManager(include_defaults=False).load([str(path)])["tasks"][name]
         task.build_all_requests(limit=1)
         num_fewshot = int(task.config.num_fewshot or 0)
+    except UserError:
+        raise
     # Templates, filters and `datasets` raise many kinds of errors for missing fields.
     except Exception as error:
         fix = f"install what it names, or give the problems of this task, with the fields of {source}"
@@ -225,7 +227,12 @@ def _stay_offline() -> None:
         return
 
     def refuse(name: str, *_: Any, **__: Any) -> None:
-        raise LookupError(f"nltk's {name} is not on this machine: python -m nltk.downloader {name}")
+        raise UserError(
+            "IDLM-0487",
+            f"the task reads nltk's {name}, which is not on this machine",
+            fix=f"run python -m nltk.downloader {name}; without network, copy nltk_data/tokenizers/{name} of "
+            f"another machine to {Path.home() / 'nltk_data' / 'tokenizers' / name}",
+        )
 
     nltk.download = refuse
 

@@ -166,6 +166,22 @@ def test_lm_eval_refusals(
 
 
 @needs_lm_eval
+def test_data_of_nltk_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ifeval")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    data = tmp_path / "data.jsonl"
+    record = {"key": 1, "prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    data.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match="IDLM-0487: .*punkt_tab") as caught:
+        run_evaluation([*MODEL, "harness=lm_eval", "task=ifeval", f"data={data}"])
+    assert "python -m nltk.downloader punkt_tab" in caught.value.fix
+
+
+@needs_lm_eval
 def test_mmlu_is_all_subjects_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subjects = ["anatomy", "astronomy", "anatomy"]
     records = [
