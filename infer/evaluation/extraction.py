@@ -17,9 +17,10 @@ from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, and what is escaped, such as the brace of a set."""
+_SPACES = r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*+"
 CONNECTED = re.compile(
-    r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*(?:,|,?\s*(?:\\text\s*\{)?\s*(?:and|or)\s*\}?)"
-    r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=\s*)?"
+    rf"{_SPACES}(?:,|,?\s*+(?:\\text\s*+\{{)?\s*+(?:and|or)\s*+\}}?)"
+    rf"{_SPACES}(?:[A-Za-z](?:_\{{?\w+\}}?)?\s*=\s*)?"
 )
 """Between two boxes of one answer."""
 _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
@@ -82,7 +83,8 @@ def function_block(text: str, names: Sequence[str] = ()) -> str | None:
 def _is_stub(code: str) -> bool:
     """Whether no function of the code has a body."""
     with suppress(*UNPARSED):
-        functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
         return all(
             isinstance(each, ast.Pass)
             or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
@@ -109,7 +111,9 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
             for index, line, source in _definitions(name, blocks, others):
                 chosen[index, line] = source
                 lacking += _globals_of(source)
-                break
+                # A star may lack the name.
+                if not source.endswith("*"):
+                    break
     return "\n".join([*(chosen[key] for key in sorted(chosen)), code])
 
 

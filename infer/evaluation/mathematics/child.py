@@ -24,7 +24,8 @@ NUMBER_AS_TEXT = re.compile(
     r"\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}"
 )
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
-FUNCTION = r"(?:(?:arc)?(?:sin|cos|tan|cot|csc)h?|sec|log|ln|exp|sqrt|pi)"
+# A sec at the end is a unit.
+FUNCTION = r"(?:(?:arc)?(?:sin|cos|tan|cot|csc)h?|sec(?!$)|log|ln|exp|sqrt|pi)"
 UNIT = re.compile(
     rf"(?<=[\d}}])(?:\s+(?!(?:{FUNCTION}|plus|minus|times|divided|over|mod)\b)"
     r"(?:[A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+|(?:[cdkm]?m|ft|in|mi)\^\{?[23]\}?)"

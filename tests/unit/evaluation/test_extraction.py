@@ -46,6 +46,7 @@ def test_the_last_complete_box_after_the_thinking(text: str, answer: str | None)
 def test_many_open_boxes_take_no_time() -> None:
     assert boxed(r"\boxed{" * 2000) is None
     assert boxed(r"\boxed{1}," * 2000) == "1"
+    assert boxed(r"\boxed{1}" + " " * 50_000 + r"x\boxed{2}") == "2"
 
 
 def test_the_last_code_block_with_a_function() -> None:
@@ -117,6 +118,7 @@ PARTS = {
         1.5,
     ),
     "a star": (["from math import *", "def f(x):\n    return ceil(x)"], 1.5),
+    "a star last": ([HELPER, "from math import *", CALLER], 1),
     "helper first": ([HELPER, CALLER], 1),
     "helper last": ([CALLER, HELPER], 1),
     "other versions": ([HELPER, "g = None", HELPER, CALLER], 1),
@@ -232,6 +234,9 @@ EQUAL = [
     ("√(x+1)", r"\sqrt{x+1}"),
     ("2 sqrt3", r"2\sqrt{3}"),
     ("5 pi cm", r"5\pi"),
+    ("5 sec", "5"),
+    ("5 m/sec", "5"),
+    ("sec x", r"\sec x"),
     ("25¢", "25"),
     (r"30\degree", "30"),
     (r"0.1\overline{6}", r"\frac{1}{6}"),
