@@ -236,8 +236,16 @@ def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
         # How the model was asked to reason, as in Nemotron's data.
         for mode in ("off", "On", "high", True):
             assert read(BARE[shape] | {"reasoning": mode}) == {"pair": ("a", "b"), "ignored": {"reasoning"}}
+        assert "cot='hm'" in refusal(BARE[shape] | {"reasoning": "on", "cot": "hm"})
         twice = BARE[shape] | {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]}
         assert read(twice)["ignored"] == {"reasoning_details"}
+
+
+def test_details_of_the_thought_of_a_turn_may_repeat_it() -> None:
+    twice = ANSWER | {"reasoning": "hm", "reasoning_details": [{"text": "hm"}]}
+    found = read({"messages": [USER, twice]})
+    assert found["messages"][1]["reasoning"] == "hm"
+    assert found["ignored"] == {"messages[].reasoning_details"}
 
 
 def test_reasoning_beside_turns_is_that_of_the_only_answer() -> None:

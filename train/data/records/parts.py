@@ -117,13 +117,18 @@ def unusable(problem: str, *, fix: str) -> UserError:
 def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
     """UserError IDLM-0202 where a record or a turn, called `name`, holds a key of `UNREAD_THOUGHTS` and no
     thought that is read, which that may repeat."""
-    if present(given, REASONING_KEYS):
+    if thoughts_in(given):
         return
     for key, value in present(given, UNREAD_THOUGHTS).items():
         raise unusable(
             f"{name} has {key}={shown(value)}, which may be a thought and is not read",
             fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
         )
+
+
+def thoughts_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is a thought and not the mode of one, by its key."""
+    return {key: value for key, value in present(given, REASONING_KEYS).items() if not is_mode(value)}
 
 
 def is_mode(value: Any) -> bool:

@@ -33,12 +33,12 @@ from idlm.train.data.records.parts import (
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
     UNREAD_THOUGHTS,
-    is_mode,
     parsed,
     present,
     refuse_thoughts,
     shown,
     text_of,
+    thoughts_in,
     unusable,
 )
 from idlm.train.data.records.turns import (
@@ -216,8 +216,7 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
 def _with_thought(turns: list[Message], record: Record) -> list[Message]:
     """Return the turns of an answer with the thought next to it, where it is the only one."""
     refuse_thoughts(record, "the record")
-    given = {key: value for key, value in present(record, REASONING_KEYS).items() if not is_mode(value)}
-    thought = reasoning_of(given, "the record")
+    thought = reasoning_of(thoughts_in(record), "the record")
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if thought and (len(answers) != 1 or reasoning_of(turns[answers[0]].message, "the answer")):
         raise unusable(
@@ -310,7 +309,8 @@ def _ignored_keys(
     variables = {key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in template_kwargs}
     extra = variables.union(*(turn.extra for turn in turns))
     for turn in turns:
-        refuse_thoughts({key: turn.message.get(key) for key in UNREAD_THOUGHTS if key not in read}, turn.role)
+        keys = {*UNREAD_THOUGHTS}.difference(read).union(REASONING_KEYS)
+        refuse_thoughts({key: value for key, value in turn.message.items() if key in keys}, turn.role)
     return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
 
