@@ -43,9 +43,7 @@ def plain_lora(
     found = _of_one_rank_and_scale(plain, tensors, modules)
     added = {
         tensor_name(path, matrix): found[like].new_zeros(found[like].shape)
-        for module, path in _untargeted(
-            content, modules, num_layers if is_integer(num_layers, 1, MAX_LAYERS) else 0
-        )
+        for module, path in _untargeted(content, modules, num_layers)
         for matrix in "AB"
         if (like := tensor_name(module, matrix)) in found
     }
