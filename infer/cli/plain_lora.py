@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from idlm.config.schema import is_integer, is_number
+from idlm.errors import UserError
 from idlm.lora import MAX_RANK, tensor_name
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def plain_lora(
     content: Mapping[str, Any], tensors: Mapping[str, Tensor], *, base: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the `adapter_config.json` and the tensors of the plain LoRA on the base whose config is `base`;
-    what cannot be made plain stays, for the checks to name it. re.error for a pattern that is not one."""
+    what cannot be made plain stays, for the checks to name it. re.error for a pattern that is not one,
+    UserError IDLM-0613 for tensors of another rank than that of their pattern."""
     modules, given = adapted_modules(tensors), base.get("num_hidden_layers")
     num_layers = int(given or 0) if is_integer(given, 1, MAX_LAYERS) else 0
     plain = {key: value for key, value in content.items() if key not in LAYER_KEYS}
@@ -72,9 +74,17 @@ def _of_one_rank_and_scale(
     common = scale[0][0] if scale else 1.0
     for module, own in rank_of.items():
         a, b = (tensor_name(module, matrix) for matrix in "AB")
-        if b in found and (found[a].shape[0], found[b].shape[-1]) == (own, own):
-            found[a] = _padded(found[a], rank, dim=0)
-            found[b] = _padded(_scaled(found[b], scale_of[module] / common), rank, dim=1)
+        if b not in found:
+            continue
+        if (found[a].shape[0], found[b].shape[-1]) != (own, own):
+            raise UserError(
+                "IDLM-0613",
+                f"adapter_config.json gives {module} the rank {own}, and its tensors have "
+                f"{found[a].shape[0]} and {found[b].shape[-1]}",
+                fix="copy the adapter again from its source",
+            )
+        found[a] = _padded(found[a], rank, dim=0)
+        found[b] = _padded(_scaled(found[b], scale_of[module] / common), rank, dim=1)
     for key in PATTERN_KEYS:
         plain.pop(key, None)
     plain |= {"r": rank, "lora_alpha": common * rank, "use_rslora": False}

@@ -114,6 +114,7 @@ def test_the_base_may_be_the_bundle_itself_or_be_named(
         ({"use_dora": True}, "IDLM-0610 use_dora=True"),
         ({"modules_to_save": ["lm_head"]}, "IDLM-0610 modules_to_save=['lm_head']"),
         ({"r": 4}, "IDLM-0613 shape"),
+        ({"r": 2, "rank_pattern": {"q_proj": 3}}, "IDLM-0613 rank"),
         ({"alpha_pattern": {"q_proj(": 4}}, "IDLM-0610 pattern"),
         ({"target_modules": 5}, "IDLM-0610 target_modules=5"),
         ({"target_modules": ["q_proj"]}, "IDLM-0613 not used"),
