@@ -106,9 +106,10 @@ def _after(first: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _delimiter(header: str, path: Path) -> str:
-    if ".tsv" in path.suffixes:
+    if ".tsv" in path.name.lower():
         return "\t"
-    return next((sign for sign in DELIMITERS if sign in header), DELIMITERS[0])
+    bare = re.sub('"[^"]*"', "", header)
+    return next((sign for sign in DELIMITERS if sign in bare), DELIMITERS[0])
 
 
 def _misfit(origin: str, cells: list[str], names: list[str]) -> UserError:

@@ -40,7 +40,7 @@ PAIRS = [{"prompt": f'Sam has {n}, "Mia"\n has 2; 3\t4.', "response": str(n)} fo
     [
         ("a.csv", {}),
         ("a.csv", {"delimiter": ";", "quoting": csv.QUOTE_ALL, "lineterminator": "\n"}),
-        ("a.tsv", {"delimiter": "\t"}),
+        ("A.TSV", {"delimiter": "\t"}),
     ],
 )
 def test_a_table_has_the_samples_of_json_lines(
@@ -54,6 +54,13 @@ def test_a_table_has_the_samples_of_json_lines(
     packed = tmp_path / f"{name}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert contents(read(packed, encoder)) == lines
+
+
+def test_a_name_in_quotes_does_not_choose_the_delimiter(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('"number, first";prompt;response\n1;"Sam, Mia";2\n')
+    records = write_lines(tmp_path / "b.jsonl", {"prompt": "Sam, Mia", "response": "2"})
+    assert contents(read(path, encoder)) == contents(read(records, encoder))
 
 
 def test_cells_hold_turns_weights_and_nulls(tmp_path: Path, encoder: Encoder) -> None:
