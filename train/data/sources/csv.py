@@ -1,8 +1,8 @@
 """Tables of comma-, semicolon- or tab-separated text (RFC 4180) as a data source, also compressed.
 
 All cells are text, and an empty one is null. Weights, labels and lists of turns, which other sources have as
-numbers and lists, are read as JSON. Quotes are strict, because a
-table that escapes them in another way would otherwise be split in the middle of a text."""
+numbers and lists, are read as JSON. Quotes are strict, because a table that escapes them in another way would
+otherwise be split in the middle of a text."""
 
 from __future__ import annotations
 
