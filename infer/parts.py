@@ -21,9 +21,8 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Schedule
-from idlm.infer.state.logit_changes import check_listed
 from idlm.infer.state.page_pool import PagePool
-from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.sequence_state import SequenceState, check_listed
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import encode_prompts
 

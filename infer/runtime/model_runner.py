@@ -1,5 +1,5 @@
 """One forward pass as a function of tensors: plan -> forward -> advance. The only file that joins model, KV
-cache and kernels; `sparse_pass.py` does so for sparse passes.
+cache and kernels; `sparse/stack.py` does so for sparse passes.
 
 Nothing here waits for the device, and with `Batch.num_rows` given no shape depends on the contents of
 tensors, so a pass runs as it is or in a CUDA graph.
@@ -119,7 +119,7 @@ def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
     """The batch of a schedule with the grammars of its requests, if they have any."""
     if not schedule.grammars:
         return batch
-    from idlm.infer.structured.masks import pass_grammars
+    from idlm.infer.structured.pass_grammars import pass_grammars
 
     return replace(batch, grammars=pass_grammars(schedule))
 

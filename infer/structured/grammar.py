@@ -1,5 +1,6 @@
 """Grammars of answers: compiled by llguidance, which is imported when the first request has a constraint, and
-followed token by token on the host: as bitmasks over the vocabulary, which `masks.py` applies to logits."""
+followed token by token on the host: as bitmasks over the vocabulary, which `pass_grammars.py` applies to
+logits."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ class Cost:
 class Grammar:
     """The grammar of one answer, in the state after `token_ids`. `matcher` is llguidance's; it allows or
     forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so the next is measured.
-    `follower`: its copy for tokens on the device (`draft_choice.Follower`) while a sequence decodes.
+    `follower`: its copy for tokens on the device (`pass_grammars.Follower`) while a sequence decodes.
     `notes`: what of the constraint is not enforced. `cost` is that of all answers with this grammar.
 
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first

@@ -15,9 +15,9 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.infer.decoders import isd
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.structured import draft_choice, masks
-from idlm.infer.structured.draft_choice import Follower
+from idlm.infer.structured import pass_grammars
 from idlm.infer.structured.grammar import compute_bits
+from idlm.infer.structured.pass_grammars import Follower
 from idlm.kernels.sampling import allowed_logits
 from idlm.kernels.sampling.types import PlainProbs
 from idlm.semantics import Semantics
@@ -84,7 +84,7 @@ def _no_mask_on_p(patch: pytest.MonkeyPatch) -> None:
     def allowed(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: Tensor) -> Tensor:
         return logits_XV[rows_Y]
 
-    patch.setattr(masks, "allowed_logits", allowed)
+    patch.setattr(pass_grammars, "allowed_logits", allowed)
 
 
 def _mask_after_the_filters(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def _mask_after_the_filters(patch: pytest.MonkeyPatch) -> None:
         )
 
     patch.setattr(SequenceState, "probs", probs)
-    patch.setattr(masks, "allowed_logits", allowed)
+    patch.setattr(pass_grammars, "allowed_logits", allowed)
 
 
 def _state_one_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def _state_one_token_late(patch: pytest.MonkeyPatch) -> None:
             branch.matcher.rollback(1)
         compute_bits([each for each in branches if each[0].problem is None], bits_YW)
 
-    patch.setattr(draft_choice, "compute_bits", late)
+    patch.setattr(pass_grammars, "compute_bits", late)
 
 
 def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,12 @@ def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
         for _, drafts, row in rows:
             bits_YW[row : row + 1 + len(drafts)] = bits_YW[row].clone()
 
-    patch.setattr(draft_choice, "compute_bits", one_state)
+    patch.setattr(pass_grammars, "compute_bits", one_state)
 
 
 def _drafts_tested_with_a_masked_q_but_drawn_without(patch: pytest.MonkeyPatch) -> None:
     """The first candidates stay the drafts, whether they fit or not."""
-    patch.setattr(masks, "choose_drafts", _keep_what_fits)
+    patch.setattr(pass_grammars, "choose_drafts", _keep_what_fits)
 
 
 def _keep_what_fits(followers: Sequence[Follower]) -> None:
@@ -144,15 +144,15 @@ def _keep_what_fits(followers: Sequence[Follower]) -> None:
 
 
 def _masked_drafts_tested_with_the_q_without_a_mask(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(masks, "restrict", lambda *state: None)
+    patch.setattr(pass_grammars, "restrict", lambda *state: None)
 
 
 def _certain_drafts_tested_with_q(patch: pytest.MonkeyPatch) -> None:
     """A draft that was taken because no candidate fits counts as a draw."""
-    original = draft_choice._first_that_fits
+    original = pass_grammars._first_that_fits
     patch.setattr(isd, "NUM_CANDIDATES", 1)
     patch.setattr(
-        draft_choice, "_first_that_fits", lambda *arrays: [(one, False) for one, _ in original(*arrays)]
+        pass_grammars, "_first_that_fits", lambda *arrays: [(one, False) for one, _ in original(*arrays)]
     )
 
 
@@ -183,8 +183,8 @@ def test_the_fault_is_caught(toy: Path, plant: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.sweep
 def test_a_draft_without_a_mask_is_exact_too(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactness does not rest on the mask of q: drafts outside of the grammar are rejected."""
-    monkeypatch.setattr(masks, "choose_drafts", _keep_what_fits)
-    monkeypatch.setattr(masks, "restrict", lambda *state: None)
+    monkeypatch.setattr(pass_grammars, "choose_drafts", _keep_what_fits)
+    monkeypatch.setattr(pass_grammars, "restrict", lambda *state: None)
     found = draw_fits(toy, build_engine(toy, "isd", stride=4, rejection_strategy="tree"), REDUCED)
     assert found.p_value >= LEVEL / 24, found
     assert found.acceptance < 0.5

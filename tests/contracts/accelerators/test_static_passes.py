@@ -23,7 +23,7 @@ from idlm.infer.models import dense
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.runtime.worker import InflightStep
 from idlm.infer.sparse.accelerator import ACCELERATORS
-from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.sparse.stack import SparseKV
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.row_compaction import flagged
 from tests.accelerator_reference import SlowLists

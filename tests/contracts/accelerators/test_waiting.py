@@ -10,7 +10,7 @@ import pytest
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.sparse import row_reservation
-from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.sparse.stack import SparseKV
 from idlm.infer.state.batch import PassRows
 from tests.contracts.accelerators.cases import (
     FOCUS,

@@ -12,8 +12,7 @@ import torch
 
 from idlm.contracts import Completion, Constraint
 from idlm.infer.structured import grammar as grammars
-from idlm.infer.structured.draft_choice import Follower, PassReadback
-from idlm.infer.structured.masks import PassGrammars
+from idlm.infer.structured.pass_grammars import Follower, PassGrammars, PassReadback
 from tests.contracts.engines import answers, build_engine
 from tests.contracts.structured.test_structured import (
     CONSTRAINTS,

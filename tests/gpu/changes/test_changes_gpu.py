@@ -9,7 +9,7 @@ import torch
 
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.state.logit_changes import LogitChanges
+from idlm.infer.state.sequence_state import LogitChanges
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from tests.contracts.engines import CYCLE, answers, build_engine, prompts_of, write_foreseeing_toy
 from tests.kernels.drafts.changed_rows import Passes, check_passes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.logit_changes import LogitChanges
+from idlm.infer.state.sequence_state import LogitChanges
 from idlm.kernels.logit_changes import ABSENT, ChangedRows, KnownTokens
 from tests.kernels.cases.sampling import poisoned
 from tests.kernels.references.logit_changes import Settings, changed_reference

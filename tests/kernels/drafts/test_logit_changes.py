@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.infer.state.logit_changes import LogitChanges
+from idlm.infer.state.sequence_state import LogitChanges
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from tests.kernels.drafts.changed_rows import check_passes
 

@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.state.logit_changes import LogitChanges
+from idlm.infer.state.sequence_state import LogitChanges
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from idlm.semantics import Semantics
 from tests.adapters import add_selector
