@@ -66,13 +66,15 @@ LLADA2 = {
     "use_bias": False,
     "num_experts_per_tok": 8,
 }
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TINY = {"vocab_size": 96, "max_position_embeddings": 2048}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-32b": _shape(64, 5120, 25600, (64, 8, 128)),
     "qwen3-8b": _shape(36, 4096, 12288, (32, 8, 128)),
     "qwen3-0.6b": _shape(28, 1024, 3072, (16, 8, 128)),
     "smollm2-135m": _shape(30, 576, 1536, (9, 3, 64), vocab_size=49_152, max_position_embeddings=8192)
-    | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    | LLAMA,
+    "llama-1b": _shape(16, 2048, 8192, (32, 8, 64), vocab_size=128_256) | LLAMA,
     "tiny": _shape(2, 32, 64, (4, 2, 16), **TINY),
     # Released with 131,072 positions; the frequencies do not change the time.
     "llada22_mini": LLADA2

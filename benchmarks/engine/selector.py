@@ -19,10 +19,10 @@ import torch
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import trace_of
 from benchmarks.models import random_model
+from benchmarks.quality.arms import engine_of
 from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.infer.clients.loads import load_prompts
-from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import task_samples
 from idlm.tasks import TASKS
 
@@ -50,22 +50,15 @@ def gain(report: Report, options: dict[str, str]) -> None:
         temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]), seed=1
     )
     more: dict[str, Any] = {"stride": int(options["stride"])} if options["stride"] else {}
+    sizes = options | {"batch": str(num), "dtype": "auto"}
     for strategy in options["strategies"].split(","):
         found = {}
         for selector in (False, True):
-            engine = Engine.from_pretrained(
-                options["model"],
-                "isd",
-                device=options["device"],
-                max_num_seqs=num,
-                rejection_strategy=strategy,
-                selector=selector,
-                **more,
-            )
-            done = engine.generate(prompts, params)
+            with engine_of(sizes, "isd", rejection_strategy=strategy, selector=selector, **more) as engine:
+                done = engine.generate(prompts, params)
+                del engine
             # Prompts are not decoded: each takes one pass, as all have room.
             found[selector] = sum(len(c.token_ids) for c in done) / sum(c.num_forwards - 1 for c in done)
-            engine.close()
         case = {"strategy": strategy, "prompts": len(prompts), "temperature": params.temperature}
         case |= {"model": Path(options["model"]).name}
         report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)

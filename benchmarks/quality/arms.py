@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shared import Report
@@ -22,11 +22,15 @@ Measured = tuple[str, float, str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """The answers of an arm; `marks`: which questions were answered exactly."""
+    """The answers of an arm."""
 
     arm: Any
     evaluation: Evaluation
-    marks: tuple[bool, ...] = field(default=(), repr=False)
+
+    @property
+    def marks(self) -> tuple[bool, ...]:
+        """Which questions were answered exactly."""
+        return tuple(verdict.correct for verdict in self.evaluation.verdicts)
 
     @property
     def share(self) -> float:
@@ -65,13 +69,9 @@ def results_of(
     for own, members in itertools.groupby(arms, key=lambda arm: arm.engine_options()):
         with engine_of(options, decoder, **settings, **own) as engine:
             for arm in members:
-                yield result_of(arm, evaluate(engine, task, samples, greedy(options, arm.request_options())))
+                params = greedy(options, arm.request_options())
+                yield ArmResult(arm=arm, evaluation=evaluate(engine, task, samples, params))
             del engine
-
-
-def result_of(arm: Any, evaluation: Evaluation) -> ArmResult:
-    marks = tuple(verdict.correct for verdict in evaluation.verdicts)
-    return ArmResult(arm=arm, evaluation=evaluation, marks=marks)
 
 
 def binomial_error(share: float, num: int) -> float:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.quality.arms import engine_of
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
-from idlm.devices import free_cached_memory
 from idlm.infer.clients.loads import load_prompts
-from idlm.infer.engine import Engine
 
 DEFAULTS = defaults(
     "model= prompts=text answers=100 positions=4 continuations=256 max_tokens=256 temperature=1.0 drafts=3 "
@@ -56,13 +55,10 @@ def draw_contexts(options: dict[str, str]) -> list[list[int]]:
     """Prompts with beginnings of answers that the model draws, cut at random positions."""
     prompts = load_prompts(options["prompts"])[: int(options["answers"])]
     params = SamplingParams(temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]))
-    engine = Engine.from_pretrained(options["model"], "ar", device=options["device"])
-    try:
+    with engine_of(options | {"batch": str(len(prompts)), "dtype": "auto"}, "ar") as engine:
         prompts_ids = engine.encode(prompts)
         completions = engine.generate(prompts_ids, params)
-    finally:
-        engine.close()
-    free_cached_memory()
+        del engine
     rng = torch.Generator().manual_seed(0)
     contexts = []
     for prompt_ids, completion in zip(prompts_ids, completions, strict=True):

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.arms import (
-    ArmResult,
-    Measured,
-    add_arm,
-    difference_error,
-    engine_of,
-    greedy,
-    result_of,
-)
+from benchmarks.quality.arms import ArmResult, Measured, add_arm, difference_error, engine_of, greedy
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.infer.accelerators.focus import FocusConfig
 from idlm.infer.engine import Engine
@@ -73,9 +65,8 @@ def decoded(
     evicts = name == FOCUS
     case = {"arm": name, "threshold": threshold, "alpha": FocusConfig().alpha if evicts else "-"}
     case |= {"commit": "clean" if evicts else "-"}
-    marks = result_of(case, evaluation).marks
     rows_per_token = num_rows / max(1, evaluation.num_tokens)
-    return Result(arm=case, evaluation=evaluation, marks=marks, rows_per_token=rows_per_token)
+    return Result(arm=case, evaluation=evaluation, rows_per_token=rows_per_token)
 
 
 def add(

@@ -12,16 +12,18 @@ long, or a token that does not exist."""
 from __future__ import annotations
 
 import contextlib
-import http.client
+import itertools
 import json
 import random
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.errors import UserError
@@ -91,20 +93,14 @@ def fuzz(url: str, options: dict[str, str]) -> Outcomes:
                     bodies.setdefault(operation.path, {}).setdefault(kind, []).append(body)
     rng = random.Random(seed)
     spliced = [(path, splice(*known.values(), rng=rng)) for path, known in bodies.items()]
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        cases = (next(source) for source in _cycle(spliced, num - counts.total()))
-        for status, problem in pool.map(Poster(url), cases):
+    turns = itertools.islice(itertools.cycle(spliced), num - counts.total())
+    with httpx.Client(base_url=url, timeout=SECONDS) as client, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        cases = ((path, next(made)) for path, made in turns)
+        for status, problem in pool.map(partial(_posted, client), cases):
             counts["spliced", status] += 1
             if problem is not None:
                 problems.append(("spliced", problem))
     return counts, problems
-
-
-def _cycle(sources: list[tuple[str, Iterator[Any]]], num: int) -> Iterator[Iterator[tuple[str, Any]]]:
-    """`num` times an iterator of (path, body), one path after the other."""
-    for number in range(num):
-        path, bodies = sources[number % len(sources)]
-        yield ((path, body) for body in bodies)
 
 
 def splice(*kinds: list[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -122,35 +118,16 @@ def splice(*kinds: list[dict[str, Any]], rng: random.Random) -> Iterator[dict[st
         yield made
 
 
-class Poster:
-    """Posts (path, body), on a connection for each thread; returns the status, and what is wrong with it."""
-
-    def __init__(self, url: str) -> None:
-        self._host, self._local = url.removeprefix("http://"), threading.local()
-
-    def __call__(self, case: tuple[str, dict[str, Any]]) -> tuple[int, str | None]:
-        path, body = case
-        text = json.dumps(body)
-        try:
-            status, answer = self._post(path, text)
-        except (OSError, http.client.HTTPException) as error:
-            return 0, f"POST {path} {text}: {error!r}"
-        rule = broken_rule(status, answer)
-        return status, rule and f"POST {path} {text}: {rule}"
-
-    def _post(self, path: str, text: str) -> tuple[int, bytes]:
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = http.client.HTTPConnection(self._host, timeout=SECONDS)
-            self._local.connection = connection
-        try:
-            connection.request("POST", path, text, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        except BaseException:
-            connection.close()
-            self._local.connection = None
-            raise
+def _posted(client: httpx.Client, case: tuple[str, dict[str, Any]]) -> tuple[int, str | None]:
+    """The status of a posted (path, body), and what is wrong with it."""
+    path, body = case
+    text = json.dumps(body)
+    try:
+        answer = client.post(path, content=text, headers={"content-type": "application/json"})
+    except httpx.HTTPError as error:
+        return 0, f"POST {path} {text}: {error!r}"
+    rule = broken_rule(answer.status_code, answer.content)
+    return answer.status_code, rule and f"POST {path} {text}: {rule}"
 
 
 def _answers(url: str, operation: Any, mode: Any, num: int, seed: int) -> list[tuple[Any, int, str | None]]:

@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import MODELS
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.errors import UserError
 
@@ -33,56 +34,41 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_a
 OPTIONS = defaults(
     "model=qwen3_8b gpus=1 arms=full,dense_recompute steps=4 accumulation= shortest= record=false"
 )
-COMMON: dict[str, Any] = {
-    "max_position_embeddings": 40960,
-    "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
-}
-MODES = {"gated_lora": "gated_lora", "ungated_lora": "ungated_lora"}
-"""What an arm trains, if not all weights."""
+ROPE = "{rope_type: default, rope_theta: 1000000}"
+LORAS = ("gated_lora", "ungated_lora")
+"""Arms that do not train all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A model's dimensions, for its configuration and for counting FLOPs."""
+class Setting:
+    """How a model of `benchmarks.models.MODELS` is trained."""
 
-    width: int
-    ffn: int
-    layers: int
-    heads: int
-    tied: bool
+    model: str
     recipe: str
     accumulation: int
     lora: tuple[int, int]
     """Packed rows of a micro-batch and micro-batches of a step of gated LoRA."""
-    model_type: str = "qwen3"
-    head_dim: int = 128
-    kv_heads: int = 8
-    vocab_size: int = 151_936
+    tied: bool = True
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return MODELS[self.model]
 
     @property
     def mask_token_id(self) -> int:
-        return self.vocab_size - 267
+        return int(self.shape["vocab_size"]) - 267
 
     def config(self) -> list[str]:
-        values = COMMON | {
-            "hidden_size": self.width,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "model_type": self.model_type,
-            "head_dim": self.head_dim,
-            "num_key_value_heads": self.kv_heads,
-            "vocab_size": self.vocab_size,
-            "tie_word_embeddings": str(self.tied).lower(),
-        }
-        return [f"+model.config.{key}={value}" for key, value in values.items()]
+        tied = {"tie_word_embeddings": str(self.tied).lower()}
+        values = {"model_type": "qwen3", "rope_parameters": ROPE} | self.shape | tied
+        return [f"+model.config.{key}={value}" for key, value in values.items() if key != "architectures"]
 
     def batches(self, arm: str, accumulation: str = "") -> list[str]:
         """How an arm divides a step; the recipe has the micro-batch of arms without LoRA."""
-        if arm not in MODES:
+        if arm not in LORAS:
             return [f"train.accumulation={accumulation or self.accumulation}"]
         batch_size, num_batches = self.lora
-        if MODES[arm] == "ungated_lora":
+        if arm == "ungated_lora":
             # It saves clean rows too for the backward pass.
             batch_size, num_batches = batch_size // 2, 2 * num_batches
         return [f"train.batch_size={batch_size}", f"train.accumulation={num_batches}"]
@@ -97,10 +83,13 @@ class Shape:
         Attention: L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension
         forward and 10 backward: the second product of queries and keys counts, because the first cannot be
         kept."""
-        projections = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
-        layers = self.layers * (projections + 3 * self.width * self.ffn)
-        head = self.width * self.vocab_size
-        attended = self.layers * (LENGTH + 1) * self.heads * self.head_dim
+        shape = self.shape
+        width, num_layers, head_dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
+        heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        projections = (2 * heads + 2 * kv_heads) * head_dim * width
+        layers = num_layers * (projections + 3 * width * shape["intermediate_size"])
+        head = width * shape["vocab_size"]
+        attended = num_layers * (LENGTH + 1) * heads * head_dim
         if mode == "gated_lora":
             return 2 * (3 * layers + 2 * head) + (4 + 10 / 2) * attended
         if mode == "ungated_lora":
@@ -108,54 +97,11 @@ class Shape:
         return 2 * 2 * 3 * (layers + head) + (4 + 10) * attended
 
 
-SHAPES = {
-    "qwen3_8b": Shape(
-        width=4096,
-        ffn=12288,
-        layers=36,
-        heads=32,
-        tied=False,
-        recipe="qwen3_8b",
-        accumulation=4,
-        lora=(2, 4),
-    ),
-    "qwen3_0_6b": Shape(
-        width=1024,
-        ffn=3072,
-        layers=28,
-        heads=16,
-        tied=True,
-        recipe="qwen3_0_6b",
-        accumulation=8,
-        lora=(8, 2),
-    ),
-    "smollm2_135m": Shape(
-        width=576,
-        ffn=1536,
-        layers=30,
-        heads=9,
-        tied=True,
-        recipe="qwen3_0_6b",
-        accumulation=4,
-        lora=(8, 2),
-        model_type="llama",
-        head_dim=64,
-        kv_heads=3,
-        vocab_size=49_152,
-    ),
-    "llama_1b": Shape(
-        width=2048,
-        ffn=8192,
-        layers=16,
-        heads=32,
-        tied=True,
-        recipe="qwen3_0_6b",
-        accumulation=8,
-        lora=(4, 2),
-        model_type="llama",
-        head_dim=64,
-        vocab_size=128_256,
-    ),
+SETTINGS = {
+    "qwen3_8b": Setting(model="qwen3-8b", recipe="qwen3_8b", accumulation=4, lora=(2, 4), tied=False),
+    "qwen3_0_6b": Setting(model="qwen3-0.6b", recipe="qwen3_0_6b", accumulation=8, lora=(8, 2)),
+    "smollm2_135m": Setting(model="smollm2-135m", recipe="qwen3_0_6b", accumulation=4, lora=(8, 2)),
+    "llama_1b": Setting(model="llama-1b", recipe="qwen3_0_6b", accumulation=8, lora=(4, 2)),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
@@ -172,38 +118,43 @@ LOSS_TOLERANCE = 0.02
 """Between arms that train the same weights; their bfloat16 sums differ in order."""
 
 
+def mode_of(arm: str) -> str:
+    """What an arm trains."""
+    return arm if arm in LORAS else "full"
+
+
 def measure(arguments: list[str]) -> int:
     """Run the arms in sequence, print a table and optionally record rows; returns 1 when an arm failed."""
     options = parse_options(arguments, OPTIONS)
-    [model], arms = chosen(options, "model", SHAPES), chosen(options, "arms", ARMS)
-    shape = SHAPES[model]
+    [model], arms = chosen(options, "model", SETTINGS), chosen(options, "arms", ARMS)
+    setting = SETTINGS[model]
     results: dict[str, dict[str, Any]] = {}
     command = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
     report = Report("train_step", options, command)
     for arm in arms:
         start = time.perf_counter()
         try:
-            results[arm] = _run(options, shape, arm)
+            results[arm] = _run(options, setting, arm)
         except UserError as error:
             print(error, flush=True)
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
-            _add_rows(report, shape, results)
+            _add_rows(report, setting, arm, results)
     return 0 if len(results) == len(arms) else 1
 
 
-def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
+def _run(options: dict[str, str], setting: Setting, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         overrides = [
-            f"recipe={'qwen3_8b_lora' if arm in MODES else shape.recipe}",
-            *shape.config(),
+            f"recipe={'qwen3_8b_lora' if arm in LORAS else setting.recipe}",
+            *setting.config(),
             "model.path=null",
             f"model.tokenizer={TOKENIZER}",
-            f"model.mask_token_id={shape.mask_token_id}",
+            f"model.mask_token_id={setting.mask_token_id}",
             "mask_region=all",
             "data.source=benchmark_text",
-            f"+data.task_args.vocab_size={shape.mask_token_id}",
+            f"+data.task_args.vocab_size={setting.mask_token_id}",
             f"+data.task_args.length={LENGTH}",
             *([f"+data.task_args.shortest={options['shortest']}"] if options["shortest"] else []),
             f"train.max_length={LENGTH}",
@@ -211,7 +162,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            *shape.batches(arm, options["accumulation"]),
+            *setting.batches(arm, options["accumulation"]),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
@@ -227,23 +178,21 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
     return result
 
 
-def _add_rows(report: Report, shape: Shape, results: dict[str, dict[str, Any]]) -> None:
-    """Rows that are new: those of the last arm, and the first arm's speedup over one that came later."""
-    speeds = {
-        arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
-        for arm, result in results.items()
-    }
-    losses: dict[str, list[Any]] = {}
-    for arm, result in results.items():
-        losses.setdefault(MODES.get(arm, "full"), []).append(result["losses"])
-    agree = {mode: _agree(found) for mode, found in losses.items()}
-    known = {(row["case"]["arm"], row["metric"]) for row in report.rows}
-    for arm, result in results.items():
-        mode = MODES.get(arm, "full")
-        case = _case(report.options, arm, result)
-        for metric, value, unit, floor in _measured(report.options, shape, arm, result, speeds):
-            if (arm, metric) not in known:
-                report.add(case, metric, value, unit, floor=floor, gate_passed=agree[mode])
+def _add_rows(report: Report, setting: Setting, arm: str, results: dict[str, dict[str, Any]]) -> None:
+    """Rows of an arm that has just run, and the speedup over `dense_recompute` once both are known."""
+    options, result, mode = report.options, results[arm], mode_of(arm)
+    agree = _agree([one["losses"] for name, one in results.items() if mode_of(name) == mode])
+    for metric, value, unit, floor in _measured(options, setting, mode, result):
+        report.add(_case(options, arm, result), metric, value, unit, floor=floor, gate_passed=agree)
+    if arm in ("full", "dense_recompute") and {"full", "dense_recompute"} <= results.keys():
+        speedup = _speed(results["full"]) / _speed(results["dense_recompute"])
+        case = _case(options, "full", results["full"])
+        report.add(case, "speedup_vs_dense_recompute", speedup, "x", gate_passed=agree)
+
+
+def _speed(result: dict[str, Any]) -> float:
+    """Data tokens per second and GPU."""
+    return float(result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"]))
 
 
 def _agree(losses: list[list[list[float]]]) -> bool | None:
@@ -262,7 +211,7 @@ def _case(options: Mapping[str, str], arm: str, result: dict[str, Any]) -> dict[
         "model": options["model"],
         "gpus": result["world_size"],
         "zero_stage": result["zero_stage"],
-        "mode": MODES.get(arm, "full"),
+        "mode": mode_of(arm),
         "arm": arm,
         "attention": result["attention"],
     }
@@ -270,25 +219,17 @@ def _case(options: Mapping[str, str], arm: str, result: dict[str, Any]) -> dict[
 
 
 def _measured(
-    options: Mapping[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
-) -> list[tuple[str, float, str, float | None]]:
+    options: Mapping[str, str], setting: Setting, mode: str, result: dict[str, Any]
+) -> Iterator[tuple[str, float, str, float | None]]:
     # Of shorter samples attention takes less than is counted.
-    flops = shape.flops_per_token(MODES.get(arm, "full"))
-    limit = None if options["shortest"] else result["matmul_flops"] / flops
-    measured: list[tuple[str, float, str, float | None]] = [
-        ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
-        ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
-    ]
+    limit = None if options["shortest"] else result["matmul_flops"] / setting.flops_per_token(mode)
+    yield "data_tokens_per_s_per_gpu", _speed(result), "tokens/s", limit
+    yield "peak_memory", result["peak_allocated"] / 2**30, "GiB", None
     if result["planned_peak"] and result["peak_allocated"]:
-        measured.append(
-            ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
-        )
+        yield "planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None
     if result["planned_seconds"]:
         taken = statistics.median(result["seconds_per_step"])
-        measured.append(("planned_over_step_time", result["planned_seconds"] / taken, "x", None))
-    if arm == "full" and "dense_recompute" in speeds:
-        measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
-    return measured
+        yield "planned_over_step_time", result["planned_seconds"] / taken, "x", None
 
 
 if __name__ == "__main__":
