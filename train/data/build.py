@@ -37,7 +37,7 @@ from idlm.train.data.cache import (
     part_folder,
     write_part,
 )
-from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, keys_of, samples_of
+from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, is_read, samples_of
 from idlm.train.data.records.shapes import SHAPES
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
                 number=row.number,
                 origin=origin,
                 shape=shape,
-                record={name: value for name, value in row.value.items() if name in keys_of(shape)},
+                record={name: value for name, value in row.value.items() if is_read(name, shape)},
                 ignored=(*ignored_keys(row.value, shape), *row.unread),
             )
 

@@ -149,6 +149,11 @@ def test_a_system_prompt_beside_a_system_turn() -> None:
     assert "different system and a first turn of the system" in refusal(
         {"messages": [system, *CHAT], "system": "t"}
     )
+    empty = {"role": "system", "content": ""}
+    assert read({"input": [empty, USER], "output": "b", "system_prompt": "s"})["messages"] == [system, *CHAT]
+    # SmolTalk2's, which its own template reads.
+    given = {"custom_instructions": "s", "enable_thinking": False}
+    assert read({"messages": CHAT, "chat_template_kwargs": given})["messages"] == [system, *CHAT]
     history = [{"from": "human", "value": "old"}, {"from": "gpt", "value": "reply"}]
     found = read({"messages": [system, *CHAT], "history": history})["messages"]
     assert [message["content"] for message in found] == ["s", "old", "reply", "a", "b"]
@@ -171,22 +176,34 @@ def test_turns_without_weight_are_context(key: str, value: Any) -> None:
 
 
 def test_what_may_be_a_weight_a_thought_or_a_context_is_not_dropped() -> None:
-    for key in ("is_target", "train_on", "ignore", "use_loss", "label"):
+    for key in ("is_target", "train_on", "ignore", "use_loss", "label", "training_weight", "trainOnTurn"):
         assert f"{key}=False" in refusal({"messages": [USER, ANSWER | {key: False}]})
     assert read({"messages": [USER | {"target": 0}, ANSWER]})["ignored"] == {"messages[].target"}
     assert "assistant has cot='hm'" in refusal({"messages": [USER, ANSWER | {"cot": "hm"}]})
     for record in ({"prompt": "a", "response": "b"}, {"instruction": "a", "output": "b"}):
-        assert "rename rationale to reasoning_content" in refusal(record | {"rationale": "hm"})
+        for key in ("rationale", "reasoning_trace", "r1_reasoning", "Complex_CoT"):
+            assert f"rename {key} to reasoning_content" in refusal(record | {key: "hm"})
+        # What describes the record, as in Multilingual-Thinking, s1K and OpenR1.
+        for key, value in {"reasoning_language": "French", "cot_type": "math", "is_reasoning": 1}.items():
+            assert read(record | {key: value})["ignored"] == {key}
         assert read(record | {"preamble": "s"})["messages"] == [{"role": "system", "content": "s"}, *CHAT]
     columns = ["prompt", "chosen", "rejected", "rationale", "other"]
     assert wanted_columns(columns) == (columns[:4], ("other",))
     assert "context='c' next to prompt and answer" in refusal({"prompt": "a", "answer": "b", "context": "c"})
+    for record in ({"question": "a", "answer": "b"}, {"instruction": "a", "chosen": "b", "rejected": "c"}):
+        assert "context='c' next to" in refusal(
+            record | {"context": "c"}, "preference" if "chosen" in record else "auto"
+        )
     assert "option_a='c' next to question" in refusal({"question": "a", "answer": "b", "option_a": "c"})
 
 
 def test_weights_beside_the_turns_and_of_other_turns() -> None:
     record = {"messages": [USER, ANSWER, *CHAT], "system": "s", "loss_mask": [None, 0, 0, 1]}
     assert read(record)["untrained"] == {2}
+    for key in ("assistant_masks", "turn_weights", "labels"):
+        assert f"{key}=[0, 1]" in refusal({"messages": CHAT, key: [0, 1]})
+        assert read({"messages": CHAT, key: ["x"]})["ignored"] == {key}
+    assert wanted_columns(["messages", "turn_weights", "other"])[1] == ("other",)
     assert read({"messages": [USER | {"weight": 0}, ANSWER | {"weight": 1}]}) == {"messages": CHAT}
     assert read({"messages": [USER | {"train": True}, ANSWER]})["ignored"] == {"messages[].train"}
     record = {"prompt": [*CHAT, USER], "completion": [ANSWER]}
@@ -218,7 +235,9 @@ def test_preferences_are_trained_on_where_that_is_said() -> None:
     assert read(both, "messages") == {"messages": CHAT, "ignored": {"chosen", "rejected"}}
     assert "without a prompt" in refusal({"chosen": "b", "rejected": "c"}, "preference")
     for label in (False, 0):
-        assert f"label={label}," in refusal({"prompt": "a", "completion": "b", "label": label})
+        for record in ({"prompt": "a", "completion": "b"}, {"messages": CHAT}, {"conversations": CHAT}):
+            assert f"label={label}," in refusal(record | {"label": label})
+            assert "kto_tag=False," in refusal(record | {"kto_tag": False})
 
 
 @pytest.mark.parametrize("beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}])

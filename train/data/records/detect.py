@@ -14,7 +14,18 @@ from idlm.errors import UserError
 from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.parts import ROLE_KEYS, ROLES, TEXT_EXTRAS, is_empty, is_mode, present, unusable
+from idlm.train.data.records.parts import (
+    LABEL_KEYS,
+    ROLE_KEYS,
+    ROLES,
+    TEXT_EXTRAS,
+    THOUGHT_WORDS,
+    is_empty,
+    is_mode,
+    may_weigh,
+    present,
+    unusable,
+)
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
 
 AUTO = "auto"
@@ -40,7 +51,7 @@ def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
     if len(fitting) > 1:
         raise unusable(
             f"{origin} fits several shapes: {', '.join(fitting)}",
-            fix=f"choose one of them: data.shape={fitting[0]}",
+            fix=f"choose one of them: {' or '.join(f'data.shape={name}' for name in fitting)}",
         )
     if fitting == ["preference"]:
         raise unusable(
@@ -84,19 +95,20 @@ def ignored_keys(record: Record, shape: str) -> list[str]:
 
 
 @functools.cache
-def keys_of(shape: str) -> frozenset[str]:
-    """Return the keys that are read or refused in records of a shape."""
+def is_read(key: str, shape: str) -> bool:
+    """Return whether a key is read or refused in records of a shape."""
     found = SHAPES[shape]
-    own = {key for keys in (*found.keys, *found.aliases) for key in keys}
-    return frozenset(own.union(found.also, found.checked))
+    own = (key for keys in (*found.keys, *found.aliases) for key in keys)
+    known = {*own, *found.also, *found.checked, *LABEL_KEYS}
+    return key in known or may_weigh(key, 0) or THOUGHT_WORDS.fullmatch(key) is not None
 
 
 def wanted_columns(names: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return the columns that a shape which fits may have, all where none fits, for an error to name them;
     and the others, which are not read."""
     fitting = [shape for shape in SHAPES if _match(dict.fromkeys(names), shape)[1]]
-    known = frozenset[str]().union(*map(keys_of, fitting)) or frozenset(names)
-    return [name for name in names if name in known], tuple(name for name in names if name not in known)
+    wanted = [name for name in names if not fitting or any(is_read(name, shape) for shape in fitting)]
+    return wanted, tuple(name for name in names if name not in wanted)
 
 
 def _match(record: Record, name: str) -> tuple[int, list[Keys]]:

@@ -33,8 +33,9 @@ TEXT_PARTS = (None, "text", "input_text", "output_text")
 SYSTEM_KEYS = (
     *("system", "system_prompt", "system_message", "system_instruction", "system_instructions"),
     *("sys_prompt", "sysprompt", "System", "systemPrompt", "meta_instruction", "preamble"),
+    "custom_instructions",
 )
-TOOLS_KEYS = ("tools", "functions")
+TOOLS_KEYS = ("tools", "functions", "available_tools", "tool_list", "tool_definitions", "apis")
 HISTORY_KEY = "history"
 TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 """Keys of a record that are variables of the chat template, as all keys in `TEMPLATE_DICT` are."""
@@ -61,12 +62,14 @@ TOKEN_WEIGHTS = ("train_detail", "training_detail")
 """Weights of parts of a turn."""
 
 WEIGHT_WORDS = re.compile(
-    r"(?:.*_)?(?:loss|train|trained|mask|masking|supervise|target|labels?|ignored?|skip|include|exclude)(?:_.*)?"
+    r"(?:.*_)?(?:loss|train(?:ed|ing|able)?|mask(?:s|ed|ing)?|supervised?|learn(?:able)?|weights?|targets?"
+    r"|labels?|ignored?|skip|include|exclude)(?:_.*)?"
 )
 """What the name of a weight has that is none of these."""
-UNREAD_THOUGHTS = (
-    *("thought", "thoughts", "think", "cot", "chain_of_thought", "rationale", "reasoning_text"),
-    *("reasoning_details", "thinking_blocks", "thinking_trajectories", "deepseek_thinking_trajectory"),
+THOUGHT_WORDS = re.compile(
+    r"(?:.*_)?(?:thought|think|thinking|cot|rationale|reasoning)"
+    r"(?:_?(?:trace|text|process|step|detail|block|trajector(?:y|ies)))?s?",
+    re.IGNORECASE,
 )
 """Names of what may be a thought or a part of the answer."""
 MODES = (
@@ -81,7 +84,7 @@ CONTEXT_KEYS = ("input", "context")
 """What follows an instruction in the prompt."""
 QUESTION_PARTS = (
     *(*CONTEXT_KEYS, "passage", "paragraph", "article", "document", "documents", "choices", "options"),
-    *("A", "B", "option_a", "option_A", "optionA", "choice_a", "opa", "option1", "option_1"),
+    *("definition", "A", "B", "option_a", "option_A", "optionA", "choice_a", "opa", "option1", "option_1"),
 )
 """What a question that is not called prompt may need to be understood."""
 
@@ -101,9 +104,9 @@ PAIR_ALIASES = (
     ("user", "assistant"),
 )
 """Other names of a prompt and its response."""
-LABEL_KEY = "label"
-"""Of a pair: false where its response is one that is not wanted."""
-PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction")
+LABEL_KEYS = ("label", "kto_tag")
+"""Of a record: false where its answer is one that is not wanted."""
+PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
 """What a preferred answer may follow."""
 TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
 """Keys by which a record with a text is a turn of a conversation."""
@@ -115,20 +118,29 @@ def unusable(problem: str, *, fix: str) -> UserError:
 
 
 def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
-    """UserError IDLM-0202 where a record or a turn, called `name`, holds a key of `UNREAD_THOUGHTS` and no
-    thought that is read, which that may repeat."""
+    """UserError IDLM-0202 where a record or a turn, called `name`, holds what may be a thought and none that
+    is read, which that may repeat."""
     if thoughts_in(given):
         return
-    for key, value in present(given, UNREAD_THOUGHTS).items():
-        raise unusable(
-            f"{name} has {key}={shown(value)}, which may be a thought and is not read",
-            fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
-        )
+    for key, value in given.items():
+        is_text = isinstance(value, (str, list, dict)) and not (is_empty(value) or is_mode(value))
+        if is_text and THOUGHT_WORDS.fullmatch(key):
+            raise unusable(
+                f"{name} has {key}={shown(value)}, which may be a thought and is not read",
+                fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
+            )
 
 
 def thoughts_in(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is a thought and not the mode of one, by its key."""
     return {key: value for key, value in present(given, REASONING_KEYS).items() if not is_mode(value)}
+
+
+def may_weigh(key: str, value: Any) -> bool:
+    """Return whether a key that is not read has the name of a weight, and numbers or truth values."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+    values = value if isinstance(value, list) and value else [value]
+    return bool(WEIGHT_WORDS.fullmatch(name)) and all(isinstance(one, (bool, int, float)) for one in values)
 
 
 def is_mode(value: Any) -> bool:

@@ -22,7 +22,7 @@ from idlm.train.data.records.parts import (
     CONTEXT_KEYS,
     EXTRA_KEYS,
     HISTORY_KEY,
-    LABEL_KEY,
+    LABEL_KEYS,
     LISTED_WEIGHTS,
     MEDIA_KEYS,
     PAIR_ALIASES,
@@ -32,7 +32,6 @@ from idlm.train.data.records.parts import (
     TEMPLATE_DICT,
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
-    UNREAD_THOUGHTS,
     parsed,
     present,
     refuse_thoughts,
@@ -96,21 +95,21 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
-    if record.get(LABEL_KEY) == 0:
-        raise unusable(
-            f"label={record[LABEL_KEY]}, so the response is one that is not wanted",
-            fix="delete the record, or set data.on_bad_record=skip",
-        )
+    _refuse_parts(record, keys)
+    if isinstance(prompt, str) and isinstance(response, str):
+        return _encoded_pair(record, prompt, response, encoder, origin)
+    turns = [*_context(prompt, keys[0]), *_with_thought(_reply(response, keys[1]), record)]
+    return _encoded(record, turns, encoder, origin)
+
+
+def _refuse_parts(record: Record, keys: Keys) -> None:
+    """UserError IDLM-0202 for a part of the question next to the keys that are read."""
     for key, value in present(record, CONTEXT_KEYS if keys[0] == "prompt" else QUESTION_PARTS).items():
         if key not in keys:
             raise unusable(
                 f"{key}={shown(value)} next to {' and '.join(keys)}, which is not read",
                 fix=f"write it into {keys[0]} where it belongs there, and delete the key {key}",
             )
-    if isinstance(prompt, str) and isinstance(response, str):
-        return _encoded_pair(record, prompt, response, encoder, origin)
-    turns = [*_context(prompt, keys[0]), *_with_thought(_reply(response, keys[1]), record)]
-    return _encoded(record, turns, encoder, origin)
 
 
 def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -131,6 +130,7 @@ def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded
 def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     chosen, prompts = record["chosen"], present(record, PROMPT_KEYS)
     key, prompt = next(iter(prompts.items()), ("", None))
+    _refuse_parts(record, (key or "prompt", "chosen"))
     if isinstance(chosen, str) and isinstance(prompt, str):
         return _encoded_pair(record, prompt, chosen, encoder, origin)
     turns = _with_thought(_reply(chosen, "chosen"), record)
@@ -173,6 +173,9 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
 
 def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str) -> Encoded:
     """Encode the turns with what is next to them; UserError IDLM-0204 where no turn is a target."""
+    template_kwargs, prompt = _template_kwargs(record), "custom_instructions"
+    if prompt in template_kwargs and prompt not in _words(all_template_text(encoder.tokenizer)):
+        record = {**record, prompt: template_kwargs.pop(prompt)}
     turns = _with_context(record, turns)
     answers = [turn for turn in turns if turn.role == "assistant"]
     if answers and not any(turn.is_trained for turn in answers):
@@ -184,7 +187,6 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
     untrained = {
         index for index, turn in enumerate(turns) if turn.role == "assistant" and not turn.is_trained
     }
-    template_kwargs = _template_kwargs(record)
     samples = encoder.messages(
         [turn.message for turn in turns],
         origin=origin,
@@ -270,7 +272,7 @@ SHAPES: dict[str, Format] = {
         example='{"prompt": str, "response": str}',
         encode=_pair,
         also=(*CHAT_KEYS, *REASONING_KEYS),
-        checked=(*QUESTION_PARTS, *UNREAD_THOUGHTS, LABEL_KEY),
+        checked=QUESTION_PARTS,
     ),
     "alpaca": Format(
         keys=(("instruction", "output"),),
@@ -278,7 +280,6 @@ SHAPES: dict[str, Format] = {
         example='{"instruction": str, "input": str, "output": str}',
         encode=_alpaca,
         also=(*CHAT_KEYS, *CONTEXT_KEYS, *REASONING_KEYS),
-        checked=UNREAD_THOUGHTS,
     ),
     "calls": Format(
         keys=(("query", "answers"),),
@@ -290,7 +291,7 @@ SHAPES: dict[str, Format] = {
         example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
         encode=_preference,
         also=(*CHAT_KEYS, *PROMPT_KEYS, *REASONING_KEYS),
-        checked=UNREAD_THOUGHTS,
+        checked=QUESTION_PARTS,
     ),
     "text": Format(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=TEXT_EXTRAS),
 }
@@ -309,7 +310,7 @@ def _ignored_keys(
     variables = {key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in template_kwargs}
     extra = variables.union(*(turn.extra for turn in turns))
     for turn in turns:
-        keys = {*UNREAD_THOUGHTS}.difference(read).union(REASONING_KEYS)
+        keys = {*turn.message}.difference(read).union(REASONING_KEYS)
         refuse_thoughts({key: value for key, value in turn.message.items() if key in keys}, turn.role)
     return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
@@ -321,6 +322,13 @@ def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
             f"{key}={shown(value)} belongs to the conversation, and only text is read",
             fix=f"delete the record; delete the key {key} if the text stands without it",
         )
+    for key, value in present(record, LABEL_KEYS).items():
+        if str(value).lower() in ("false", "0"):
+            raise unusable(
+                f"{key}={value}, so the answer is one that is not wanted",
+                fix=f"delete the record, or set data.on_bad_record=skip; delete the key {key} if it labels "
+                "something else",
+            )
     found = weighted(turns, record)
     system = found[:1] if found[0].role == "system" else []
     history = [
@@ -339,6 +347,7 @@ def _system(record: Mapping[str, Any], first: Sequence[Message]) -> list[Message
     """Return the system prompt next to the turns; `first` holds their own system turn, if there is one."""
     given = {key: text_of(value, key) for key, value in present(record, SYSTEM_KEYS).items()}
     texts = {text.strip() for text in given.values()}
+    first = [turn for turn in first if turn.message["content"].strip()]
     if len(texts | {turn.message["content"].strip() for turn in first}) > 1 and texts:
         names = [*given, *("a first turn of the system" for _ in first)]
         raise unusable(f"the record has different {' and '.join(names)}", fix="delete all but one of them")

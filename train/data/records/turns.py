@@ -22,8 +22,8 @@ from idlm.train.data.records.parts import (
     TOKEN_WEIGHTS,
     TOOLS_KEYS,
     UNTRAINED_BY,
-    WEIGHT_WORDS,
     is_empty,
+    may_weigh,
     parsed,
     present,
     shown,
@@ -163,6 +163,12 @@ def history_turns(value: Any, name: str) -> list[Message]:
 def weighted(turns: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
     """Return the turns with the weights that the record lists for them; a record as a whole has none."""
     found = list(turns)
+    for key, value in record.items():
+        if isinstance(value, list) and key not in LISTED_WEIGHTS and may_weigh(key, value):
+            raise unusable(
+                f"{key}={shown(value)}, which may be weights of turns and is not read",
+                fix=f"rename {key} to weights, with 0 or 1 for each turn, or delete it",
+            )
     for key, value in present(record, tuple(LISTED_WEIGHTS)).items():
         if not isinstance(value, list):
             if value != 1 - LISTED_WEIGHTS[key]:
@@ -264,8 +270,8 @@ def _weight(given: Mapping[str, Any], name: str) -> bool:
             fix="weigh turns as a whole (weight=0 or 1), or delete it",
         )
     for key, value in given.items():
-        is_other = key not in UNTRAINED_BY and WEIGHT_WORDS.fullmatch(key)
-        if is_other and isinstance(value, (bool, int, float)) and ROLES[_role(given, name)] == "assistant":
+        is_other = key not in UNTRAINED_BY and may_weigh(key, value)
+        if is_other and ROLES[_role(given, name)] == "assistant":
             raise unusable(
                 f"{name} has {key}={shown(value)}, which may be a weight and is not read",
                 fix=f"rename {key} to weight, with 0 for a turn that is not trained, or delete it",

@@ -22,11 +22,11 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import LABEL_KEY, LISTED_WEIGHTS, TEMPLATE_KEYS
+from idlm.train.data.records.parts import LABEL_KEYS, LISTED_WEIGHTS, TEMPLATE_KEYS
 
 DELIMITERS = ",;\t"
 """In the order in which a header decides for one of them."""
-VALUE_COLUMNS = frozenset((LABEL_KEY, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
+VALUE_COLUMNS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
 TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:")
 """How a list of turns begins, as JSON or as Python writes it."""
 WRITE_LINES = "write the table as JSON lines (`to_json` of datasets, or of pandas with lines=True)"
