@@ -154,7 +154,7 @@ def expressions(answer: str) -> list[Any]:
 def _joined(expression: Any, connective: Any) -> Any:
     """The set of numbers for inequalities that `and` or `or` connects, which math-verify takes for a list."""
     if isinstance(expression, FiniteSet) and all(isinstance(each, RELATIONS) for each in expression):
-        with suppress(NotImplementedError, TypeError, ValueError):
+        with suppress(RuntimeError, TypeError, ValueError):
             return connective(*expression).as_set()
     return expression
 
