@@ -16,6 +16,7 @@ from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
 from idlm.train.data.packing import best_fit_decreasing
+from idlm.train.objectives.block import BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
@@ -48,14 +49,14 @@ def make_dataset(
         accumulation=accumulation,
     )
     settings = {
+        "objective": IntrospectiveConsistency(mask_token_id=MASK, mask_region="response"),
         "max_length": 100,
         "row_length": 256,
         "overlong": "error",
         "pad_token_id": 0,
         "seed": 3,
-    } | changes
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
-    dataset = PackedDataset(source, objective, **settings)
+    }
+    dataset = PackedDataset(source, **settings | changes)
     curriculum = make_curriculum(
         TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch()
     )
@@ -167,3 +168,20 @@ def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:
     assert max(int(cutting[item]["position_ids"].max()) for item in range(8)) == 49
     endless = make_dataset(FakeSource(None), max_length=50, overlong="drop")
     assert max(int(endless[item]["position_ids"].max()) for item in range(8)) < 50
+
+
+def test_noise_follows_from_the_item_and_differs() -> None:
+    def dataset(seed: int) -> PackedDataset:
+        objective = BlockDiffusion(mask_token_id=MASK, mask_region="response", max_stride=4)
+        return make_dataset(FakeSource(2, shortest=25, longest=26), objective=objective, seed=seed)
+
+    first, again, other = dataset(1), dataset(1), dataset(2)
+    seen = set()
+    for item in (7, 0, 3):
+        mine, same = first[item], again[item]
+        assert all(np.array_equal(mine[name], same[name]) for name in mine)
+        assert not np.array_equal(mine["mask_rates"], other[item]["mask_rates"])
+        # The documents of a row, and rows with the same documents, are masked differently.
+        for doc in range(2):
+            seen.add(tuple(mine["mask_rates"][mine["is_noisy"] & (mine["doc_ids"] == doc)].tolist()))
+    assert len(seen) == 6
