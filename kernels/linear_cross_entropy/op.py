@@ -29,14 +29,13 @@ def linear_cross_entropy(
     coefficients_M: Tensor,
     *,
     bias_V: Tensor | None = None,
-    max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """(sum of coefficient * nll, a scalar differentiable in hidden, weight and bias; nll [M], detached).
 
     Both are fp32 (fp64 for fp64 hidden). `labels_M` int64 in [0, V): elsewhere a CPU raises and a GPU gives a
     NaN loss. Under autocast the products run in its dtype, with gradients of an fp32 weight summed in fp32.
     The result can be differentiated once."""
-    return _loss(hidden_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes, None)
+    return _loss(hidden_MD, weight_VD, labels_M, coefficients_M, bias_V, None)
 
 
 def linear_distillation(
@@ -50,7 +49,6 @@ def linear_distillation(
     share: float,
     bias_V: Tensor | None = None,
     verify_head: tuple[Tensor, Tensor | None] | None = None,
-    max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, of (1 - share) * nll + share * divergence in place of nll.
 
@@ -61,7 +59,7 @@ def linear_distillation(
     assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
     assert divergence in DIVERGENCES and 0 <= share <= 1, f"{divergence=} {share=}"
     teacher = _Teacher(verify_MD.detach(), *(verify_head or (weight_VD, bias_V)), divergence, share)
-    return _loss(draft_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes // 2, teacher)
+    return _loss(draft_MD, weight_VD, labels_M, coefficients_M, bias_V, teacher)
 
 
 def _loss(
@@ -70,48 +68,36 @@ def _loss(
     labels_M: Tensor,
     coefficients_M: Tensor,
     bias_V: Tensor | None,
-    max_logits_bytes: int,
     teacher: _Teacher | None,
 ) -> tuple[Tensor, Tensor]:
     _check(hidden_MD, weight_VD, labels_M, bias_V)
     assert coefficients_M.shape == labels_M.shape, f"{coefficients_M.shape=} {labels_M.shape=}"
     parameters = (hidden_MD, weight_VD, bias_V)
     if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in parameters):
-        loss_M, nll_M = _Pass(*parameters, max_logits_bytes).run(labels_M, None, teacher)
+        loss_M, nll_M = _Pass(*parameters).run(labels_M, None, teacher)
         return (coefficients_M * loss_M).sum(), nll_M
-    rest = labels_M, coefficients_M.detach(), max_logits_bytes, teacher
-    loss, nll_M = _LinearCrossEntropy.apply(*parameters, *rest)
+    loss, nll_M = _LinearCrossEntropy.apply(*parameters, labels_M, coefficients_M.detach(), teacher)
     return loss, nll_M
 
 
 @torch.no_grad()
 def token_nll(
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    labels_M: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    max_logits_bytes: int = MAX_LOGITS_BYTES,
+    hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, *, bias_V: Tensor | None = None
 ) -> Tensor:
     """Negative log-likelihood [M] without gradients: one product instead of three."""
     _check(hidden_MD, weight_VD, labels_M, bias_V)
-    return _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes).run(labels_M, None)[1]
+    return _Pass(hidden_MD, weight_VD, bias_V).run(labels_M, None)[1]
 
 
 @torch.no_grad()
 def linear_overlap(
-    draft_MD: Tensor,
-    verify_MD: Tensor,
-    weight_VD: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    max_logits_bytes: int = MAX_LOGITS_BYTES,
+    draft_MD: Tensor, verify_MD: Tensor, weight_VD: Tensor, *, bias_V: Tensor | None = None
 ) -> Tensor:
     """sum_v min(p, q) of two distributions per row [M], fp32 (fp64 for fp64 hidden), without gradients."""
     assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
-    work = [_Pass(hidden, weight_VD, bias_V, max_logits_bytes // 2) for hidden in (draft_MD, verify_MD)]
+    work = [_Pass(hidden, weight_VD, bias_V) for hidden in (draft_MD, verify_MD)]
     overlap_M = torch.empty(len(draft_MD), dtype=work[0].loss_dtype, device=draft_MD.device)
-    for (chunk, draft_mV), (_, verify_mV) in zip(*(one.logits() for one in work), strict=True):
+    for (chunk, draft_mV), (_, verify_mV) in zip(*(one.logits(num_walks=2) for one in work), strict=True):
         _overlap(draft_mV, verify_mV, overlap_M[chunk])
     return overlap_M
 
@@ -145,10 +131,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_M: Tensor,
         coefficients_M: Tensor,
-        max_logits_bytes: int,
         teacher: _Teacher | None,
     ) -> tuple[Tensor, Tensor]:
-        work = _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes)
+        work = _Pass(hidden_MD, weight_VD, bias_V)
         work.allocate_gradients(*ctx.needs_input_grad[:3])
         loss_M, nll_M = work.run(labels_M, coefficients_M.to(work.loss_dtype).contiguous(), teacher)
         ctx.gradients = work.gradients
@@ -163,15 +148,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 _scale(gradient, grad_loss)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
 class _Pass:
     """One pass over the chunks. `gradients` of hidden, weight and bias: None if not needed."""
 
-    def __init__(
-        self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, max_logits_bytes: int
-    ) -> None:
+    def __init__(self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
         device = hidden_MD.device.type
         autocast = torch.is_autocast_enabled(device) and hidden_MD.dtype != torch.float64
         self.dtype = torch.get_autocast_dtype(device) if autocast else weight_VD.dtype
@@ -180,8 +163,6 @@ class _Pass:
         self.hidden_MD, self.own_weight_VD = hidden_MD.detach(), weight_VD.detach()
         self.weight_VD = self.own_weight_VD.to(self.dtype)
         self.bias_V = None if bias_V is None else bias_V.detach().to(self.dtype)
-        self.bias_dtype = None if bias_V is None else bias_V.dtype
-        self.max_logits_bytes = max_logits_bytes
         self.gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
     def allocate_gradients(self, hidden: bool, weight: bool, bias: bool) -> None:
@@ -191,6 +172,7 @@ class _Pass:
         grad_bias = None
         if bias:
             assert self.bias_V is not None
+            # Autograd rounds it to the dtype of the bias.
             grad_bias = torch.zeros_like(self.bias_V, dtype=self.loss_dtype)
         self.gradients = (
             allocate(self.hidden_MD, memory_format=torch.contiguous_format) if hidden else None,
@@ -205,35 +187,28 @@ class _Pass:
         gradients."""
         nll_M = torch.empty(len(self.hidden_MD), dtype=self.loss_dtype, device=self.hidden_MD.device)
         loss_M = nll_M if teacher is None else torch.empty_like(nll_M)
-        verify = None
-        if teacher is not None:
-            verify = _Pass(*teacher[:3], self.max_logits_bytes).logits()
-        for chunk, logits_mV in self.logits():
+        num_walks = 1 if teacher is None else 2
+        verify = None if teacher is None else _Pass(*teacher[:3]).logits(num_walks=num_walks)
+        for chunk, logits_mV in self.logits(num_walks=num_walks):
+            labels_m = labels_M[chunk]
             coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
             if teacher is None or verify is None:
-                _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
+                _softmax_inplace(logits_mV, labels_m, coefficients_m, nll_M[chunk])
             else:
-                _distilled_inplace(
-                    logits_mV,
-                    next(verify)[1],
-                    labels_M[chunk],
-                    coefficients_m,
-                    loss_M=loss_M[chunk],
-                    nll_M=nll_M[chunk],
-                    divergence=teacher.divergence,
-                    share=teacher.share,
-                )
+                both_mV, results_m = (logits_mV, next(verify)[1]), (loss_M[chunk], nll_M[chunk])
+                _distilled_inplace(*both_mV, labels_m, coefficients_m, *results_m, teacher)
             if coefficients_m is not None:
                 self._accumulate(logits_mV, chunk)
-        self._finish()
         return loss_M, nll_M
 
-    def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of rows with their logits, which the next chunk overwrites."""
+    def logits(self, *, num_walks: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of rows with their logits, which the next chunk overwrites; `num_walks` of them in step
+        share the memory."""
         num_rows, num_tokens = len(self.hidden_MD), len(self.weight_VD)
         per_row = ALIGNED_BYTES // self.weight_VD.element_size()
         padded = -(-num_tokens // per_row) * per_row
-        step = chunk_rows(num_rows, padded * self.weight_VD.element_size(), self.max_logits_bytes)
+        row_bytes = padded * self.weight_VD.element_size()
+        step = chunk_rows(num_rows, row_bytes, MAX_LOGITS_BYTES // num_walks)
         buffer_mV = self.weight_VD.new_empty(min(step, num_rows), padded)[:, :num_tokens]
         for start in range(0, num_rows, step):
             chunk = slice(start, min(start + step, num_rows))
@@ -257,11 +232,6 @@ class _Pass:
             _add_product(grad_weight_VD, gradient_mV.T, hidden_mD, is_first=chunk.start == 0)
         if grad_bias_V is not None:
             grad_bias_V += gradient_mV.sum(dim=0, dtype=grad_bias_V.dtype)
-
-    def _finish(self) -> None:
-        grad_hidden_MD, grad_weight_VD, grad_bias_V = self.gradients
-        if grad_bias_V is not None:
-            self.gradients = (grad_hidden_MD, grad_weight_VD, grad_bias_V.to(self.bias_dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -303,33 +273,32 @@ def _distilled_inplace(
     verify_mV: Tensor,
     labels_m: Tensor,
     coefficients_m: Tensor | None,
-    *,
-    loss_M: Tensor,
-    nll_M: Tensor,
-    divergence: str,
-    share: float,
+    loss_m: Tensor,
+    nll_m: Tensor,
+    teacher: _Teacher,
 ) -> None:
-    """Fill `loss_M` and `nll_M`; with coefficients, turn the draft's logits into the gradient, in place."""
+    """Fill `loss_m` and `nll_m`; with coefficients, turn the draft's logits into the gradient, in place."""
+    share, is_kl = teacher.share, teacher.divergence == "kl"
     if runs_kernels(draft_mV):
         from idlm.kernels.linear_cross_entropy.kernel import TILE, distilled_kernel
 
-        given = draft_mV, verify_mV, labels_m, coefficients_m, loss_M, nll_M
+        given = draft_mV, verify_mV, labels_m, coefficients_m, loss_m, nll_m
         strides = draft_mV.stride(0), verify_mV.stride(0)
-        _launch(distilled_kernel, draft_mV, *given, *strides, share, tile=TILE // 2, IS_KL=divergence == "kl")
+        _launch(distilled_kernel, draft_mV, *given, *strides, share, tile=TILE // 2, IS_KL=is_kl)
         return
-    both = (logits.to(nll_M.dtype).log_softmax(dim=-1) for logits in (draft_mV, verify_mV))
+    both = (logits.to(nll_m.dtype).log_softmax(dim=-1) for logits in (draft_mV, verify_mV))
     log_q_mV, log_p_mV = both
     q_mV, p_mV = log_q_mV.exp(), log_p_mV.exp()
     rows = torch.arange(len(labels_m))
-    torch.neg(log_q_mV[rows, labels_m], out=nll_M)
-    if divergence == "kl":
+    torch.neg(log_q_mV[rows, labels_m], out=nll_m)
+    if is_kl:
         lost_m = torch.where(p_mV > 0, p_mV * (log_p_mV - log_q_mV), 0).sum(dim=-1)
         soft_mV = q_mV - p_mV
     else:
         is_low = q_mV < p_mV
         lost_m = torch.where(is_low, p_mV - q_mV, 0).sum(dim=-1)
         soft_mV = q_mV * ((q_mV * is_low).sum(dim=-1, keepdim=True) - is_low.to(q_mV.dtype))
-    loss_M.copy_((1 - share) * nll_M + share * lost_m)
+    loss_m.copy_((1 - share) * nll_m + share * lost_m)
     if coefficients_m is not None:
         q_mV[rows, labels_m] -= 1
         draft_mV.copy_(coefficients_m[:, None] * ((1 - share) * q_mV + share * soft_mV))

@@ -53,9 +53,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _forward_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Sequence[torch.Tensor], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, num_rows, head_dim = query.shape
     lse = query.new_empty(batch, num_heads, num_rows, dtype=torch.float32)
     return query.new_empty(batch, num_rows, num_heads, head_dim), lse
@@ -80,14 +78,7 @@ def _backward(
 
 @_backward.register_fake
 def _backward_shapes(
-    doutput: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    ranges: Sequence[torch.Tensor],
-    scale: float,
+    doutput: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: Any, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, num_kv_heads, num_rows, head_dim = key.shape
     dkey, dvalue = (key.new_empty(batch, num_rows, num_kv_heads, head_dim) for _ in range(2))

@@ -11,6 +11,7 @@ from idlm.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_distillation,
     linear_overlap,
+    op,
     token_nll,
 )
 from tests.kernels.references.linear_cross_entropy import (
@@ -39,14 +40,13 @@ def gradients(loss, tensors):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows_at_once", [None, 7])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_equal_the_reference(dtype, shape, rows_at_once, has_bias) -> None:
+def test_values_and_gradients_equal_the_reference(dtype, shape, rows_at_once, has_bias, monkeypatch) -> None:
     hidden, weight, bias, labels, coefficients = problem(*shape, dtype)
-    limit = (
-        {} if rows_at_once is None else {"max_logits_bytes": rows_at_once * (shape[1] + 4) * dtype.itemsize}
-    )
+    if rows_at_once is not None:
+        monkeypatch.setattr(op, "MAX_LOGITS_BYTES", rows_at_once * (shape[1] + 4) * dtype.itemsize)
     bias = bias if has_bias else None
     wanted = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
-    loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias, **limit)
+    loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias)
     expected, expected_nll = linear_cross_entropy_reference(hidden, weight, labels, coefficients, bias_V=bias)
     tolerance = {"atol": EXACT[dtype], "rtol": EXACT[dtype]}
     torch.testing.assert_close(loss, expected, **tolerance)
@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_the_reference(dtype, shape, rows_at_once, ha
     assert not nll.requires_grad
     for mine, theirs in zip(gradients(3 * loss, wanted), gradients(3 * expected, wanted), strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
-    alone = token_nll(hidden, weight, labels, bias_V=bias, **limit)
+    alone = token_nll(hidden, weight, labels, bias_V=bias)
     torch.testing.assert_close(alone, nll, **tolerance)
     assert not alone.requires_grad
 
@@ -83,10 +83,13 @@ def test_a_tied_weight_gathers_both_gradients() -> None:
     torch.testing.assert_close(gradients(loss, (weight,)), gradients(expected, (weight,)))
 
 
-def test_under_autocast_a_float32_weight_gets_a_float32_gradient_as_exact_as_pytorchs() -> None:
+def test_under_autocast_a_float32_weight_gets_a_float32_gradient_as_exact_as_pytorchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 50 * 96 * 2)
     hidden, weight, _, labels, coefficients = problem(200, 90, 32, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=50 * 96 * 2)
+        loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients)
         plain_nll = torch.nn.functional.cross_entropy(
             torch.nn.functional.linear(hidden, weight), labels, reduction="none"
         )
@@ -100,9 +103,12 @@ def test_under_autocast_a_float32_weight_gets_a_float32_gradient_as_exact_as_pyt
         assert (own - true).norm() <= 2 * (other - true).norm()
 
 
-def test_bfloat16_sums_over_many_chunks_stay_within_twice_pytorchs_error() -> None:
+def test_bfloat16_sums_over_many_chunks_stay_within_twice_pytorchs_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 128 * 96 * 2)
     hidden, weight, _, labels, coefficients = problem(2048, 96, 64, torch.bfloat16)
-    loss, _ = linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=128 * 96 * 2)
+    loss, _ = linear_cross_entropy(hidden, weight, labels, coefficients)
     logits = torch.nn.functional.linear(hidden, weight).float()
     plain = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * coefficients).sum()
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -113,10 +119,11 @@ def test_bfloat16_sums_over_many_chunks_stay_within_twice_pytorchs_error() -> No
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 5, 1000])
-def test_the_overlap_is_the_sum_of_minima(rows_at_once: int) -> None:
+def test_the_overlap_is_the_sum_of_minima(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 2 * rows_at_once * 32 * 8)
     draft, weight, bias, _, _ = problem(12, 31, 6, torch.float64)
     verify = problem(12, 31, 6, torch.float64, seed=1)[0]
-    overlap = linear_overlap(draft, verify, weight, bias_V=bias, max_logits_bytes=2 * rows_at_once * 32 * 8)
+    overlap = linear_overlap(draft, verify, weight, bias_V=bias)
     probs = [torch.softmax(hidden @ weight.T + bias, dim=-1) for hidden in (draft, verify)]
     torch.testing.assert_close(overlap, torch.minimum(*probs).sum(dim=-1))
     assert not overlap.requires_grad
@@ -154,12 +161,15 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows_at_once", [None, 7])
-def test_distillation_equals_the_reference(divergence, share, dtype, shape, rows_at_once) -> None:
+def test_distillation_equals_the_reference(
+    divergence, share, dtype, shape, rows_at_once, monkeypatch
+) -> None:
     hidden, weight, bias, labels, coefficients = problem(*shape, dtype)
     verify = problem(*shape, dtype, seed=1)[0]
-    limit = {} if rows_at_once is None else {"max_logits_bytes": 2 * rows_at_once * (shape[1] + 4) * 8}
+    if rows_at_once is not None:
+        monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 2 * rows_at_once * (shape[1] + 4) * 8)
     how = {"divergence": divergence, "share": share, "bias_V": bias}
-    loss, nll = linear_distillation(hidden, verify, weight, labels, coefficients, **how, **limit)
+    loss, nll = linear_distillation(hidden, verify, weight, labels, coefficients, **how)
     expected, expected_nll = linear_distillation_reference(
         hidden, verify, weight, labels, coefficients, **how
     )
@@ -170,7 +180,7 @@ def test_distillation_equals_the_reference(divergence, share, dtype, shape, rows
     for mine, theirs in zip(gradients(3 * loss, wanted), gradients(3 * expected, wanted), strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
     with torch.no_grad():
-        again, _ = linear_distillation(hidden, verify, weight, labels, coefficients, **how, **limit)
+        again, _ = linear_distillation(hidden, verify, weight, labels, coefficients, **how)
     torch.testing.assert_close(again, loss.detach(), **tolerance)
 
 

@@ -14,6 +14,7 @@ from idlm.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_distillation,
     linear_overlap,
+    op,
     token_nll,
 )
 from idlm.train.objectives.base import TermRequest
@@ -38,7 +39,7 @@ def plain_loss(hidden, weight, bias, labels, coefficients):
     return (functional.cross_entropy(logits, labels, reduction="none") * coefficients).sum()
 
 
-def check_shape(draw: random.Random) -> None:
+def check_shape(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, width = draw.choice([1, 2, 63, 128, 129, 500, 1111]), draw.choice([8, 40, 64, 257, 512])
     num_tokens = draw.choice([2, 33, 1000, 4096, 8191, 8193, 30_011, 50_257])
     autocasts = draw.random() < 0.25
@@ -55,13 +56,11 @@ def check_shape(draw: random.Random) -> None:
     inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
     labels = torch.randint(0, num_tokens, (num_rows,), device="cuda")
     coefficients = torch.rand(num_rows, device="cuda")
-    limit = rows_at_once * (num_tokens + 8) * compute.itemsize
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", rows_at_once * (num_tokens + 8) * compute.itemsize)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
-        loss, nll = linear_cross_entropy(
-            hidden, weight, labels, coefficients, bias_V=bias, max_logits_bytes=limit
-        )
+        loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias)
         plain = plain_loss(hidden, weight, bias, labels, coefficients)
-        alone = token_nll(hidden, weight, labels, bias_V=bias, max_logits_bytes=limit)
+        alone = token_nll(hidden, weight, labels, bias_V=bias)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     truth, true_nll = linear_cross_entropy_reference(
         wide[0], wide[1], labels, coefficients, bias_V=None if bias is None else wide[2]
@@ -83,18 +82,19 @@ def check_shape(draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_shapes_are_as_exact_as_pytorch(seed: int) -> None:
+def test_random_shapes_are_as_exact_as_pytorch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     for _ in range(SHAPES_PER_SEED):
-        check_shape(draw)
+        check_shape(draw, monkeypatch)
 
 
 @pytest.mark.parametrize("num_tokens", [33, 8193, 50_257])
-def test_the_overlap_is_the_sum_of_minima(num_tokens: int) -> None:
+def test_the_overlap_is_the_sum_of_minima(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 256 * num_tokens * 4)
     torch.manual_seed(0)
     draft, verify, weight = (torch.randn(n, 64, device="cuda") for n in (300, 300, num_tokens))
     probs = [(hidden.double() @ weight.double().T).softmax(dim=-1) for hidden in (draft, verify)]
-    overlap = linear_overlap(draft, verify, weight, max_logits_bytes=256 * num_tokens * 4)
+    overlap = linear_overlap(draft, verify, weight)
     torch.testing.assert_close(overlap.double(), torch.minimum(*probs).sum(dim=-1), atol=1e-4, rtol=1e-3)
 
 
@@ -155,7 +155,9 @@ def test_a_step_never_waits_for_the_device(tmp_path, request: pytest.FixtureRequ
     ids=str,
 )
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_distillation_on_the_gpu(shape: tuple[int, int, int], divergence: str, dtype: torch.dtype) -> None:
+def test_distillation_on_the_gpu(
+    shape: tuple[int, int, int], divergence: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     num_rows, num_tokens, width = shape
     draft, verify = (torch.randn(num_rows, width, device="cuda", dtype=dtype) for _ in range(2))
@@ -163,9 +165,8 @@ def test_distillation_on_the_gpu(shape: tuple[int, int, int], divergence: str, d
     labels = torch.randint(0, num_tokens, (num_rows,), device="cuda")
     coefficients, how = torch.rand(num_rows, device="cuda"), {"divergence": divergence, "share": 0.6}
     draft.requires_grad_()
-    loss, nll = linear_distillation(
-        draft, verify, weight, labels, coefficients, **how, max_logits_bytes=256 * num_tokens * 2
-    )
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 256 * num_tokens * 2)
+    loss, nll = linear_distillation(draft, verify, weight, labels, coefficients, **how)
     (mine,) = torch.autograd.grad(loss, draft)
     wide = draft.detach().double().requires_grad_()
     truth, true_nll = linear_distillation_reference(

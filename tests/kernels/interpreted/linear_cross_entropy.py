@@ -77,15 +77,14 @@ def test_distillation(
         verify[:, 3:5] = float("-inf")
     labels = torch.tensor([0, num_tokens - 1, num_tokens // 2])
     coefficients = torch.tensor([0.5, 0.0, -2.0])
-    how = {"divergence": divergence, "share": share}
-    expected = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
-    found = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
+    teacher = op._Teacher(verify, verify, None, divergence, share)
+    expected, found = ([torch.empty(3), torch.empty(3)] for _ in range(2))
     before = draft.clone()
-    op._distilled_inplace(draft, verify, labels, None, **found, **how)
+    op._distilled_inplace(draft, verify, labels, None, *found, teacher)
     assert torch.equal(draft, before), "without coefficients the logits stay"
-    op._distilled_inplace(draft, verify, labels, coefficients, **found, **how)
+    op._distilled_inplace(draft, verify, labels, coefficients, *found, teacher)
     monkeypatch.setattr(op, "runs_kernels", lambda _: False)
-    op._distilled_inplace(before, verify, labels, coefficients, **expected, **how)
+    op._distilled_inplace(before, verify, labels, coefficients, *expected, teacher)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(draft, before, atol=2e-6, rtol=1e-5)
     assert memory.isnan().sum() == memory.numel() - draft.numel(), "nothing is written outside the rows"
@@ -108,10 +107,11 @@ def test_the_op_on_these_kernels(num_rows: int, monkeypatch: pytest.MonkeyPatch)
     labels = torch.randint(0, 37, (num_rows,), generator=generator)
     coefficients = torch.rand(num_rows, generator=generator)
     results = []
+    monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 2 * 40 * 4)
     for uses_kernels in (False, True):
         monkeypatch.setattr(op, "runs_kernels", lambda _, answer=uses_kernels: answer)
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        loss, nll = linear_cross_entropy(*inputs, labels, coefficients, max_logits_bytes=2 * 40 * 4)
+        loss, nll = linear_cross_entropy(*inputs, labels, coefficients)
         results.append((loss.detach(), nll, *torch.autograd.grad(2 * loss, inputs)))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from torch.nn import functional
 
 from idlm.errors import UserError
+from idlm.kernels.linear_cross_entropy import op
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.checks import check_window, prepare_mask_row
 from idlm.train.model.load import random_model
-from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import TermRequest
 from tests.tiny_training import (
@@ -153,9 +152,7 @@ def test_values_and_gradients_are_those_of_the_plain_loss(
     batch = batch_of(samples, objective, stage, padding=2)
     counts = objective.counts(batch, stage=stage, want_overlap=True)
     if chunk_rows is not None:
-        monkeypatch.setattr(base, "linear_cross_entropy", in_chunks(base.linear_cross_entropy, chunk_rows))
-        monkeypatch.setattr(base, "token_nll", in_chunks(base.token_nll, chunk_rows))
-        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+        monkeypatch.setattr(op, "MAX_LOGITS_BYTES", chunk_rows * VOCAB * 4)
     expected = plain_sums(model, batch)
     means = (expected / counts).detach()
     s = means[0] / means[1] if clean_weight is None else torch.tensor(clean_weight)
@@ -170,10 +167,6 @@ def test_values_and_gradients_are_those_of_the_plain_loss(
     alone = terms_of(model, batch, objective, stage)
     assert alone.loss is None
     torch.testing.assert_close(alone.sums, terms.sums, atol=1e-6, rtol=1e-6)
-
-
-def in_chunks(op, rows):
-    return functools.partial(op, max_logits_bytes=rows * VOCAB * 4)
 
 
 def test_next_token_loss_is_the_plain_loss_too() -> None:
@@ -218,7 +211,7 @@ def test_acceptance_is_the_overlap_of_both_distributions_by_draft_position(
 ) -> None:
     model, objective, stage = tiny_model("qwen3"), tiny_objective(), stage_of(4)
     if chunk_rows is not None:
-        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+        monkeypatch.setattr(op, "MAX_LOGITS_BYTES", 2 * chunk_rows * VOCAB * 4)
     batch = batch_of([random_sample(1, prompt=4, response=10)], objective, stage)
     overlap = terms_of(model, batch, objective, stage, want_overlap=True).overlap
     probs = torch.softmax(all_logits(model, batch), dim=-1)
