@@ -11,7 +11,6 @@ no content here and is compared as text."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import logging
@@ -244,12 +243,12 @@ def require_same_config(config: TrainConfig, run: Path) -> None:
         if isinstance(value, dict) and isinstance(defaults.get(key), dict):
             stored[key] = defaults[key] | value
     given = yaml.safe_load(config_text(config))
-    moved, changed = with_paths_of(stored, given, run)
-    before, now = _comparable(moved), _comparable(given)
+    before, now = _values(stored), _values(given)
+    changed = take_moved_paths(before, given, run)
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys(), key=str)
-        if before.get(key) != now.get(key)
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _is_free(key)
     ]
     if differing:
         content = f"; what {' and '.join(changed)} holds differs" if changed else ""
@@ -287,43 +286,37 @@ def needs_resharding(now: RunShape, checkpoint: Path) -> bool:
     return bool(before.zero_stage) and before.world_size != now.world_size
 
 
-def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key in config.keys() - set(FREE_KEYS):
-        value = config[key]
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items() if name not in FREE_LOOP_KEYS}
-        else:
-            flat[key] = value
-    return flat
+def _values(config: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by their dotted keys, such as `data.sources.0.path`."""
+    items = (
+        config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    )
+    found: dict[str, Any] = {}
+    for name, value in items:
+        found |= _values(value, f"{key}.{name}" if key else str(name))
+    return found or {key: config}
 
 
-def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[str]]:
-    """Return `stored` with the paths of `now` that hold the same, and keys of paths that do not."""
+def _is_free(key: str) -> bool:
+    """Return whether a run may continue with another value."""
+    section, _, name = key.partition(".")
+    return section in FREE_KEYS or name.partition(".")[0] in FREE_LOOP_KEYS
+
+
+def take_moved_paths(stored: Config, now: Config, run: Path) -> list[str]:
+    """Put into `stored`, values by their dotted keys, the paths of `now` that hold the same; return the keys
+    of paths that do not."""
     held = read_json(run / INPUTS_FILE) if (run / INPUTS_FILE).is_file() else {}
-    moved, changed = copy.deepcopy(stored), []
+    changed = []
     for key, path, kind in _paths(now):
-        node, name = _parent(moved, key)
-        before = node.get(name)
-        if before is None or before == path:
+        known, before = held.get(key), stored.get(key)
+        if known is None or before is None or before == path:
             continue
-        known = held.get(key)
-        if known is not None and known == _content(path, kind):
-            node[name] = path
-        elif known is not None:
+        if known == _content(path, kind):
+            stored[key] = path
+        else:
             changed.append(key)
-    return moved, changed
-
-
-def _parent(config: Config, key: str) -> tuple[Config, str]:
-    """Return the section of a dotted key, {} where there is none, and the key's name there."""
-    *sections, name = key.split(".")
-    node: Any = config
-    with contextlib.suppress(KeyError, IndexError, TypeError):
-        for section in sections:
-            node = node[int(section) if isinstance(node, list) else section]
-        return (node, name) if isinstance(node, dict) else ({}, name)
-    return {}, name
+    return changed
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
