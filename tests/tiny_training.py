@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from idlm.masks import RowMeta
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import Sample, SampleRows, pack_rows
@@ -89,6 +90,17 @@ def stage_of(stride: int, clean_weight: float | None = 0.2) -> Stage:
 def collated(documents: list[SampleRows], *, padding: int = 0) -> Batch:
     row = pack_rows(documents, sum(map(len, documents)) + padding, pad_token_id=0)
     return collate([row | {"item_id": 0, "stage": 0}])
+
+
+def meta_of(batch: Batch) -> RowMeta:
+    """What the rows of a batch see of each other."""
+    return RowMeta(
+        doc_ids=batch["doc_ids"],
+        positions=batch["position_ids"],
+        block_starts=batch["block_starts"],
+        is_noisy=batch["is_noisy"],
+        reach=batch["reach"],
+    )
 
 
 def batch_of(

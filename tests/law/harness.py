@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,6 +216,22 @@ def fits(directory: Path, sampled: Sampled) -> dict[str, Fit]:
         for window, cells_B, law_C in zip(("start", "middle"), window_cells(draws_BT), probs, strict=True):
             named[f"{label} {window}"] = fit(cells_B, law_C)
     return named
+
+
+def assert_fits(toy: Path, sampled: Sampled, level: float) -> dict[str, Fit]:
+    """Assert that the draws have the law of the checkpoint `toy`; returns how they fit."""
+    found = fits(toy, sampled)
+    assert not misfits(found, level), found
+    return found
+
+
+def change_modes(engine: Engine) -> None:
+    """Let the last commit decide the mode of an adaptive engine."""
+
+    def choose(load: Any) -> int:
+        return int(engine.table.num_known_Z.sum()) % len(engine.decoder.modes)
+
+    engine._stride_controller.choose = choose
 
 
 def misfits(named: Mapping[str, Fit], level: float) -> dict[str, Fit]:

@@ -21,6 +21,7 @@ from tests.law.harness import (
     NEUTRAL,
     NUM_TOKENS,
     PROMPT,
+    assert_fits,
     build_engine,
     fits,
     misfits,
@@ -49,8 +50,7 @@ def test_an_adapter_leaves_the_law_of_the_base(
     are those of the base bit for bit (tests/contracts/adapters/test_gated_engine.py)."""
     engine = build_engine(adapter, "isd", stride=stride, rejection_strategy=strategy)
     sampled = sample(engine, SETTINGS, num_draws)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert 0.2 < sampled.acceptance < 0.95, sampled.acceptance
 
 
@@ -65,8 +65,7 @@ def test_requests_of_two_adapters_in_one_batch_have_the_law_of_the_base(
     engine = build_engine(adapter, "isd", stride=3, rejection_strategy=strategy, adapters={"b": str(other)})
     settings = (SETTINGS[0], (PROMPT, replace(SETTINGS[1][1], adapter="b")))
     sampled = sample(engine, settings, 5_000)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert 0.2 < sampled.acceptance < 0.95, sampled.acceptance
 
 

@@ -30,6 +30,7 @@ from tests.law.harness import (
     PROMPT,
     WINDOW,
     Sampled,
+    assert_fits,
     build_engine,
     exact_law,
     fit,
@@ -66,8 +67,7 @@ def _draws(law_toy: Path, stride: int, strategy: str) -> Tensor:
     engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy=strategy)
     first_round = CASES.index((stride, strategy)) * (NUM_DRAWS // PER_REQUEST)
     sampled = sample(engine, [(PROMPT, NEUTRAL)], NUM_DRAWS, first_round=first_round)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert 0.3 < sampled.acceptance < 0.9, sampled.acceptance
     assert engine.pool.num_free == engine.pool.num_pages
     return sampled.draws[PROMPT, NEUTRAL]
@@ -85,8 +85,7 @@ def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None
 def test_cases_together_emit_the_ar_law(law_toy: Path, num_cases: int) -> None:
     """A mean relative shift that cases share shows from 6 % on in stride 4, and from 4 % on in all."""
     draws_BT = torch.cat([_draws(law_toy, *case) for case in CASES[:num_cases]])
-    found = fits(law_toy, Sampled(draws={(PROMPT, NEUTRAL): draws_BT}, acceptance=0.0))
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, Sampled(draws={(PROMPT, NEUTRAL): draws_BT}, acceptance=0.0), LEVEL)
 
 
 @pytest.mark.sweep
@@ -116,8 +115,7 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
 
     engine._stride_controller.choose = choose
     sampled = sample(engine, [(PROMPT, NEUTRAL)], NUM_DRAWS)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert used == set(range(10))
 
 
@@ -147,16 +145,14 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
         completions = engine.generate([list(PROMPT)], replace(NEUTRAL, seed=seed, n=num))
         draws += [completion.token_ids for completion in completions]
     sampled = Sampled(draws={(PROMPT, NEUTRAL): torch.tensor(draws)}, acceptance=0.0)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert len(used) >= 4, "strides and strategies changed"
 
 
 def test_ar_emits_the_ar_law(law_toy: Path) -> None:
     """The baseline decoder is exact too, and the mask id is drawn like any other token."""
     sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], 8_000)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert (sampled.draws[PROMPT, NEUTRAL] == MASK_ID).any()
 
 
@@ -166,9 +162,8 @@ def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strat
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy=strategy)
     sampled = sample(engine, [(MIXED_PROMPT, params) for params in MIXED_SETTINGS], MIXED, per_request=50)
-    found = fits(law_toy, sampled)
+    found = assert_fits(law_toy, sampled, LEVEL)
     assert len(found) == 2 * len(MIXED_SETTINGS)
-    assert not misfits(found, LEVEL), found
 
 
 def test_the_published_rule_is_seen(law_toy: Path) -> None:

@@ -18,7 +18,19 @@ from idlm.infer.decoders.selector import MaskRows, PathSelector
 from idlm.kernels.sampling import put
 from idlm.kernels.sampling.types import PlainDraftProbs
 from tests.adapters import add_selector, write_adapter
-from tests.law.harness import MASK_ID, NEUTRAL, NUM_TOKENS, PROMPT, VOCAB, build_engine, fits, misfits, sample
+from tests.law.harness import (
+    MASK_ID,
+    NEUTRAL,
+    NUM_TOKENS,
+    PROMPT,
+    VOCAB,
+    assert_fits,
+    build_engine,
+    change_modes,
+    fits,
+    misfits,
+    sample,
+)
 from tests.law.structured import PIECES, REGEX_TOY, SETTINGS, draw_fits, write_structured_toy
 from tests.law.structured import build_engine as build_structured_engine
 
@@ -45,8 +57,7 @@ def selected(law_toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_selector_leaves_the_law(law_toy: Path, selected: Path, stride: int, strategy: str) -> None:
     engine = build_engine(selected, "isd", stride=stride, rejection_strategy=strategy)
     sampled = sample(engine, WARPED, 3_000)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert 0.2 < sampled.acceptance < 0.9, sampled.acceptance
 
 
@@ -54,21 +65,15 @@ def test_a_selector_leaves_the_law(law_toy: Path, selected: Path, stride: int, s
 def test_a_selector_leaves_the_law_while_modes_change(law_toy: Path, selected: Path) -> None:
     """The last commit decides the mode."""
     engine = build_engine(selected, "isd", stride=4, adaptive=True)
-
-    def choose(load: Any) -> int:
-        return int(engine.table.num_known_Z.sum()) % len(engine.decoder.modes)
-
-    engine._stride_controller.choose = choose
-    found = fits(law_toy, sample(engine, WARPED, 3_000))
-    assert not misfits(found, LEVEL), found
+    change_modes(engine)
+    assert_fits(law_toy, sample(engine, WARPED, 3_000), LEVEL)
 
 
 @pytest.mark.sweep
 def test_a_selector_beside_an_adapter_leaves_the_law(law_toy: Path, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path / "a", law_toy, mask_token_id=MASK_ID, stride=NUM_TOKENS, size=0.7)
     add_selector(directory, vocab_size=VOCAB, width=WIDTH)
-    found = fits(law_toy, sample(build_engine(directory, "isd", stride=4), WARPED, 3_000))
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sample(build_engine(directory, "isd", stride=4), WARPED, 3_000), LEVEL)
 
 
 @pytest.mark.sweep_but(1)

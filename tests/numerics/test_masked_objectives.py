@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from idlm.kernels.split_attention.op import visible
-from idlm.masks import RowMeta, dense_mask
+from idlm.masks import dense_mask
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Sample, SampleRows, pack_rows
 from idlm.train.model.attention import document_masks, flex_predicate, row_ranges
 from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
@@ -28,7 +28,7 @@ from idlm.train.objectives.full import FullDiffusion
 from idlm.train.objectives.masked import LOWEST_RATE, MaskedDiffusion
 from idlm.train.planning.dry_run import sample_text
 from idlm.train.planning.flops import TokenCounts
-from tests.tiny_training import MASK, HiddenStates, collated, random_sample, tiny_model
+from tests.tiny_training import MASK, HiddenStates, collated, meta_of, random_sample, tiny_model
 
 STOP = 7
 TOLERANCE = 1e-5
@@ -56,16 +56,6 @@ STAGE = stage_of(1)
 
 def ending(sample: Sample) -> Sample:
     return Sample(token_ids=np.append(sample.token_ids[:-1], STOP), supervised=sample.supervised)
-
-
-def meta_of(batch: Batch) -> RowMeta:
-    return RowMeta(
-        doc_ids=batch["doc_ids"],
-        positions=batch["position_ids"],
-        block_starts=batch["block_starts"],
-        is_noisy=batch["is_noisy"],
-        reach=batch["reach"],
-    )
 
 
 def terms_of(

@@ -25,7 +25,17 @@ from tests.adapters import add_selector, write_adapter
 from tests.contracts import engines
 from tests.contracts.adapters.test_several_adapters import drafts_of
 from tests.contracts.engines import answers_and_margins
-from tests.law.harness import NEUTRAL, PROMPT, VOCAB, build_engine, fits, misfits, sample, write_law_toy
+from tests.law.harness import (
+    NEUTRAL,
+    PROMPT,
+    VOCAB,
+    assert_fits,
+    build_engine,
+    fits,
+    misfits,
+    sample,
+    write_law_toy,
+)
 from tests.toy import load_model, write_toy_checkpoint
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
@@ -227,51 +237,36 @@ def test_joint_draws_have_the_ar_law(tmp_path: Path, stride: int, strategy: str)
 
 @pytest.mark.usefixtures("on_the_gpu")
 @pytest.mark.parametrize("strategy", ["tree", "branch"])
-def test_a_selector_of_drafts_leaves_the_law(tmp_path: Path, strategy: str) -> None:
-    toy = add_selector(write_law_toy(tmp_path / "toy"), vocab_size=VOCAB, width=8)
-    engine = build_engine(toy, "isd", stride=4, rejection_strategy=strategy)
-    settings = [(PROMPT, replace(NEUTRAL, temperature=each)) for each in (0.7, 1.0, 1.3)]
-    found = fits(toy, sample(engine, [*settings, (PROMPT, replace(NEUTRAL, top_k=3, top_p=0.8))], 20_000))
-    assert not misfits(found, LEVEL), found
+@pytest.mark.parametrize("is_looked_up", [False, True])
+def test_drafts_of_a_selector_or_looked_up_leave_the_law(
+    tmp_path: Path, strategy: str, is_looked_up: bool
+) -> None:
+    toy, options, prompt = write_law_toy(tmp_path / "toy"), {"prompt_lookup_min": 1}, (1, 3, 1)
+    if not is_looked_up:
+        toy, options, prompt = add_selector(toy, vocab_size=VOCAB, width=8), {}, PROMPT
+    engine = build_engine(toy, "isd", stride=4, rejection_strategy=strategy, **options)
+    settings = [(prompt, replace(NEUTRAL, temperature=each)) for each in (0.7, 1.0, 1.3)]
+    assert_fits(
+        toy, sample(engine, [*settings, (prompt, replace(NEUTRAL, top_k=3, top_p=0.8))], 20_000), LEVEL
+    )
 
 
 @pytest.mark.usefixtures("on_the_gpu")
-@pytest.mark.parametrize("strategy", ["tree", "branch"])
-def test_looked_up_drafts_leave_the_law(tmp_path: Path, strategy: str) -> None:
-    toy = write_law_toy(tmp_path / "toy")
-    engine = build_engine(toy, "isd", stride=4, rejection_strategy=strategy, prompt_lookup_min=1)
-    settings = [((1, 3, 1), replace(NEUTRAL, temperature=each)) for each in (0.7, 1.0, 1.3)]
-    found = fits(toy, sample(engine, settings, 20_000))
-    assert not misfits(found, LEVEL), found
-
-
-@pytest.mark.usefixtures("on_the_gpu")
-def test_graphs_look_up_the_drafts_of_eager_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_looked_up", [False, True])
+def test_graphs_select_and_look_up_the_drafts_of_eager_passes(tmp_path: Path, is_looked_up: bool) -> None:
     """And greedy answers are those of AR."""
-    toy = engines.write_converted_toy(tmp_path / "toy")
-    prompts = [prompt * 3 for prompt in engines.prompts_of([5, 17, 9, 11])]
+    toy, prompts = engines.write_converted_toy(tmp_path / "toy"), engines.prompts_of([5, 17, 9, 11])
+    options: dict[str, Any] = {"stride": 4}
+    if is_looked_up:
+        prompts, options["prompt_lookup_min"] = [prompt * 3 for prompt in prompts], 2
+    else:
+        add_selector(toy, vocab_size=48, width=32)
     drawn = [SamplingParams(max_tokens=40, seed=seed, temperature=0.8, top_p=0.9) for seed in range(4)]
     greedy = [SamplingParams(max_tokens=40, temperature=0)] * 4
     expected = engines.build_engine(toy, "ar").generate(prompts, greedy)
     found = {}
     for graphs in ("on", "off"):
-        engine = engines.build_engine(toy, "isd", stride=4, graphs=graphs, prompt_lookup_min=2)
-        found[graphs] = engines.answers(engine.generate(prompts, drawn))
-        assert engines.answers(engine.generate(prompts, greedy)) == engines.answers(expected)
-    assert found["on"] == found["off"]
-
-
-@pytest.mark.usefixtures("on_the_gpu")
-def test_graphs_select_the_drafts_of_eager_passes(tmp_path: Path) -> None:
-    """And greedy answers are those of AR."""
-    toy = add_selector(engines.write_converted_toy(tmp_path / "toy"), vocab_size=48, width=32)
-    prompts = engines.prompts_of([5, 17, 9, 30])
-    drawn = [SamplingParams(max_tokens=40, seed=seed, temperature=0.8, top_p=0.9) for seed in range(4)]
-    greedy = [SamplingParams(max_tokens=40, temperature=0)] * 4
-    expected = engines.build_engine(toy, "ar").generate(prompts, greedy)
-    found = {}
-    for graphs in ("on", "off"):
-        engine = engines.build_engine(toy, "isd", stride=4, graphs=graphs)
+        engine = engines.build_engine(toy, "isd", graphs=graphs, **options)
         assert engine.settings.graphs == graphs
         found[graphs] = engines.answers(engine.generate(prompts, drawn))
         assert engines.answers(engine.generate(prompts, greedy)) == engines.answers(expected)

@@ -22,10 +22,10 @@ from tests.kernels.cases.paged_attention import (
     build,
     causal,
     error_ratio,
+    fixed_content,
     random_sequences,
     steady,
     tree,
-    visible,
 )
 
 NUM_SEEDS = 30
@@ -195,19 +195,6 @@ def test_two_warpgroups_walk_prompts(slots: int) -> None:
     assert getattr(plan, "launch", None) and plan.launch.two_groups and plan.num_items * 8 >= 4 * 132
     found = paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
     assert error_ratio(case, found) <= 2
-
-
-def fixed_content(case: Case, b: int) -> Case:
-    """The step with content of sequence b that depends on its logical slots only."""
-    generator = torch.Generator().manual_seed(99)
-    _, physical_s = visible(case.rows, b)
-    for cache in (case.k_cache_SKH, case.v_cache_SKH):
-        drawn = torch.randn(4000, *cache.shape[1:], generator=generator)
-        cache[physical_s] = drawn[: len(physical_s)].to(cache)
-    queries = torch.randn(4000, *case.q_RNH.shape[1:], generator=generator)
-    fed = slice(int(case.rows.cu_rows[b]), int(case.rows.cu_rows[b + 1]))
-    case.q_RNH[fed] = queries[case.rows.own_slots_R[fed].cpu()].to(case.q_RNH)
-    return case
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -209,6 +209,19 @@ def reordered(case: Case, seed: int) -> Case:
     return replace(case, q_RNH=case.q_RNH[..., order], k_cache_SKH=case.k_cache_SKH[..., order])
 
 
+def fixed_content(case: Case, b: int) -> Case:
+    """The step with keys, values and queries of sequence b that depend on its logical slots only."""
+    generator = torch.Generator().manual_seed(99)
+    _, physical_s = visible(case.rows, b)
+    for cache in (case.k_cache_SKH, case.v_cache_SKH):
+        drawn = torch.randn(4000, *cache.shape[1:], generator=generator)
+        cache[physical_s] = drawn[: len(physical_s)].to(cache)
+    queries = torch.randn(4000, *case.q_RNH.shape[1:], generator=generator)
+    fed = slice(int(case.rows.cu_rows[b]), int(case.rows.cu_rows[b + 1]))
+    case.q_RNH[fed] = queries[case.rows.own_slots_R[fed].cpu()].to(case.q_RNH)
+    return case
+
+
 def random_sequences(rng: random.Random, *, maximum: int, longest: int, chunk: int) -> list[list[Row]]:
     """Decoding sequences in all layouts, empty ones and chunks of prompts, in any order."""
     sequences: list[list[Row]] = []

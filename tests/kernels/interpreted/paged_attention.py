@@ -36,10 +36,10 @@ from tests.kernels.cases.paged_attention import (
     cold,
     error_ratio,
     far_branch,
+    fixed_content,
     random_sequences,
     steady,
     tree,
-    visible,
 )
 
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -213,20 +213,6 @@ def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     """A product whose rows do not depend on their position, as on a GPU and unlike BLAS."""
     product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32), optimize=False)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-
-def fixed_content(case: Case, b: int) -> Case:
-    """The step with keys, values and queries of sequence b that depend on its logical slots only."""
-    generator = torch.Generator().manual_seed(99)
-    _, physical_s = visible(case.rows, b)
-    for cache in (case.k_cache_SKH, case.v_cache_SKH):
-        cache[physical_s] = torch.randn(400, *cache.shape[1:], generator=generator)[: len(physical_s)].to(
-            cache
-        )
-    queries = torch.randn(400, *case.q_RNH.shape[1:], generator=generator).to(case.q_RNH)
-    fed = slice(int(case.rows.cu_rows[b]), int(case.rows.cu_rows[b + 1]))
-    case.q_RNH[fed] = queries[case.rows.own_slots_R[fed]]
-    return case
 
 
 @pytest.mark.sweep

@@ -18,7 +18,7 @@ from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.sampling.types import PlainDraftProbs
-from tests.law.harness import NEUTRAL, Setting, build_engine, fits, misfits, sample
+from tests.law.harness import NEUTRAL, Setting, assert_fits, build_engine, change_modes, fits, misfits, sample
 from tests.law.structured import build_engine as build_structured_engine
 from tests.law.structured import draw_fits, write_structured_toy
 
@@ -37,8 +37,7 @@ STRATEGY_CASES = [(4, "tree"), (4, "alternate"), (2, "cold"), (3, "branch"), (5,
 def test_looked_up_drafts_leave_the_law(law_toy: Path, stride: int, strategy: str) -> None:
     engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy=strategy, prompt_lookup_min=1)
     sampled = sample(engine, SETTINGS, 3_000)
-    found = fits(law_toy, sampled)
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sampled, LEVEL)
     assert 0.1 < sampled.acceptance < 0.6, sampled.acceptance
 
 
@@ -47,14 +46,9 @@ def test_looked_up_drafts_leave_the_law(law_toy: Path, stride: int, strategy: st
 def test_looked_up_drafts_leave_the_law_while_modes_change(law_toy: Path, minimum: int) -> None:
     """The last commit decides the mode; a request of one token per pass stays one."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True, prompt_lookup_min=minimum)
-
-    def choose(load: Any) -> int:
-        return int(engine.table.num_known_Z.sum()) % len(engine.decoder.modes)
-
-    engine._stride_controller.choose = choose
+    change_modes(engine)
     single = replace(NEUTRAL, temperature=0.8, decoder_options={"stride": 1})
-    found = fits(law_toy, sample(engine, [*SETTINGS, (PROMPT, single)], 3_000))
-    assert not misfits(found, LEVEL), found
+    assert_fits(law_toy, sample(engine, [*SETTINGS, (PROMPT, single)], 3_000), LEVEL)
 
 
 @pytest.mark.sweep_but(1)

@@ -7,12 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from idlm.lora import AdapterSpec
-from idlm.masks import PADDING_DOC, RowMeta, dense_mask
+from idlm.masks import PADDING_DOC, dense_mask
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.base import Head
 from idlm.train.planning.flops import TokenCounts, peak_flops, train_flops, work_of
 from idlm.train.step import BodyAndHead
-from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
+from tests.tiny_training import batch_of, meta_of, random_sample, stage_of, tiny_model, tiny_objective
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -27,12 +27,7 @@ def mixed_batch(stride: int, mask_region: str = "response") -> dict[str, torch.T
 def test_pairs_are_those_of_the_dense_mask(stride: int, mask_region: str) -> None:
     batch = mixed_batch(stride, mask_region)
     fed = TokenCounts(*batch["fed"].tolist())
-    meta = RowMeta(
-        doc_ids=batch["doc_ids"],
-        positions=batch["position_ids"],
-        block_starts=batch["block_starts"],
-        is_noisy=batch["is_noisy"],
-    )
+    meta = meta_of(batch)
     is_real = batch["doc_ids"] != PADDING_DOC
     seen = dense_mask(meta).sum(dim=-1)
     for half, chosen in (("clean", ~batch["is_noisy"]), ("noisy", batch["is_noisy"])):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import TrainingArguments
 
 from idlm.errors import UserError
-from idlm.masks import RowMeta, dense_mask
+from idlm.masks import dense_mask
 from idlm.train import cli
 from idlm.train.base_kl import FrozenBase, NearBase
 from idlm.train.check import check_config
@@ -23,7 +23,15 @@ from idlm.train.planning.state import state_setup, state_terms
 from idlm.train.step import BodyAndHead, TrainingStep
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.training.test_train_tiny import arguments, metrics_of
-from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective, write_tiny_base
+from tests.tiny_training import (
+    batch_of,
+    meta_of,
+    random_sample,
+    stage_of,
+    tiny_model,
+    tiny_objective,
+    write_tiny_base,
+)
 
 STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 2}]"
 KEPT = {"train.stages": STAGES, "train.save_every": 2, "train.base_kl": 2}
@@ -56,12 +64,7 @@ def terms_with(
 
 def slow_kl(model: Any, base: Any, batch: Any) -> torch.Tensor:
     """KL(base || model) of each supervised clean row, summed, from all logits of whole passes."""
-    meta = RowMeta(
-        doc_ids=batch["doc_ids"],
-        positions=batch["position_ids"],
-        block_starts=batch["block_starts"],
-        is_noisy=batch["is_noisy"],
-    )
+    meta = meta_of(batch)
     given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     given["attention_mask"] = dense_mask(meta)[:, None]
     log_q, log_p = (each(**given).logits[0, batch["clean_index"]].log_softmax(-1) for each in (model, base))

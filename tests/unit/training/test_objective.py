@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import op
-from idlm.masks import RowMeta, dense_mask
+from idlm.masks import dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.checks import check_window, prepare_mask_row
 from idlm.train.model.load import random_model
@@ -22,6 +22,7 @@ from tests.tiny_training import (
     VOCAB,
     HiddenStates,
     batch_of,
+    meta_of,
     random_sample,
     stage_of,
     tiny_config,
@@ -111,12 +112,7 @@ def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=
 
 def plain_sums(model, batch):
     """[L_mask, L_clean] summed, from the full logits of every row, without anything of train/."""
-    meta = RowMeta(
-        doc_ids=batch["doc_ids"],
-        positions=batch["position_ids"],
-        block_starts=batch["block_starts"],
-        is_noisy=batch["is_noisy"],
-    )
+    meta = meta_of(batch)
     logits = model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
