@@ -13,10 +13,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from idlm.errors import UserError, some_of
-from idlm.files.paths import PACKINGS, refuse_pointer, translate_path_errors
+from idlm.files.paths import (
+    DAMAGE,
+    PACKINGS,
+    convert_command,
+    likely_encoding,
+    packing,
+    refuse_pointer,
+    translate_path_errors,
+    unpacked,
+)
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
@@ -93,6 +102,57 @@ class FileReader:
 
     def identity(self) -> list[Any]:
         return identity_of(self.paths)
+
+
+class TextFile(NamedTuple):
+    """An open file of text: its content without the compression `packing`, a key of PACKINGS or None."""
+
+    path: Path
+    name: str
+    packing: str | None
+    stream: BinaryIO
+
+    def not_utf8(self, error: UnicodeDecodeError, number: int | None = None) -> UserError:
+        """The error about the file, or about its line `number`, that is not UTF-8."""
+        is_wide = error.encoding != "utf-8"
+        found = error.encoding if is_wide else likely_encoding(error.object)
+        where = self.name if number is None else f"{self.name}:{number} (byte {error.start + 1} of the line)"
+        note = (f" but {found}" if is_wide else f"; it may be {found}") if found else ""
+        fix = f"convert the file: {convert_command(self.name, found, self.packing)}"
+        if found is None:
+            fix = f"repair or delete that line, or {fix}"
+        return UserError("IDLM-0239", f"{where} is not UTF-8{note}", fix=fix)
+
+
+Value = tuple[int, dict[str, Any] | UserError, tuple[str, ...]]
+"""`number`, `value` and `unread` of a row."""
+
+
+class TextReader(FileReader):
+    """Base of readers of text, which may be compressed."""
+
+    def values(self, file: TextFile) -> Iterator[Value]:
+        """Yield the records of an open file."""
+        raise NotImplementedError
+
+    def rows(self) -> Iterator[Row]:
+        sizes = [path.stat().st_size for path in self.paths]
+        num_bytes, num_before = max(1, sum(sizes)), 0
+        for index, (path, name, size) in enumerate(zip(self.paths, self.names, sizes, strict=True)):
+            with reading(path):
+                raw = path.open("rb")
+            number = 0
+            with raw:
+                try:
+                    file = TextFile(path, name, packing(raw, path), unpacked(raw, path))
+                    for number, value, unread in self.values(file):
+                        yield Row(file=index, number=number, value=value, unread=unread)
+                        self.share_read = (num_before + raw.tell()) / num_bytes
+                except UnicodeDecodeError as error:
+                    raise file.not_utf8(error) from error
+                except (*DAMAGE, json.JSONDecodeError, RecursionError) as error:
+                    raise damaged(f"{name} (after line {number})", error) from error
+            num_before += size
 
 
 def reading(path: Path) -> AbstractContextManager[None]:

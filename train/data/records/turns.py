@@ -146,6 +146,17 @@ def turns_of(value: Any, name: str) -> list[Message]:
     return found
 
 
+def are_turns(value: Any) -> bool:
+    """Return whether a value is a list of objects with roles and contents, of which a role is known; a list
+    of other objects may be an answer in JSON."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return False
+    contents = [key for item in value for key in (*CONTENT_KEYS, *CALL_KEYS) if key in item]
+    roles = [item[key] for item in value for key in ROLE_KEYS if key in item]
+    known = [role for role in roles if isinstance(role, str) and role.strip().lower() in ROLES]
+    return bool(known) and min(len(contents), len(roles)) >= len(value)
+
+
 def history_turns(value: Any, name: str) -> list[Message]:
     """Return the turns of pairs [user, assistant], or those of `turns_of`."""
     given = parsed(value, name, fix=f"write {name} as [[user, assistant], ...]")

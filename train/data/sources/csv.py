@@ -7,6 +7,7 @@ otherwise be split in the middle of a text."""
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import sys
@@ -15,94 +16,84 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.paths import BOM, DAMAGE, convert_command, packing, unpacked
-from idlm.files.records import SUFFIXES, FileReader, Row, damaged, reading
+from idlm.files.paths import BOM
+from idlm.files.records import SUFFIXES, TextFile, TextReader, Value
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import LABEL_KEYS, LISTED_WEIGHTS, TEMPLATE_KEYS
+from idlm.train.data.records.parts import LABEL_KEYS, LISTED_WEIGHTS, ROLE_KEYS, ROLES, TEMPLATE_KEYS
+from idlm.train.data.records.turns import are_turns
 
 DELIMITERS = ",;\t"
 """In the order in which a header decides for one of them."""
 VALUE_COLUMNS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
-TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:")
+ITEMS = re.compile(r"\s*\[\s*\{")
 """How a list of turns begins, as JSON or as Python writes it."""
+ROLE = re.compile(rf"['\"]({'|'.join(ROLE_KEYS)})['\"]\s*:\s*['\"]({'|'.join(ROLES)})['\"]", re.IGNORECASE)
 WRITE_LINES = "write the table as JSON lines (`to_json` of datasets, or of pandas with lines=True)"
 
 
-class CsvReader(FileReader):
+class CsvReader(TextReader):
     """Rows of tables with a header; `number` is the line in which a row begins."""
 
-    def rows(self) -> Iterator[Row]:
+    def values(self, file: TextFile) -> Iterator[Value]:
         # A text may be longer than 128 KiB.
         csv.field_size_limit(sys.maxsize)
-        sizes = [path.stat().st_size for path in self.paths]
-        for file, (path, name) in enumerate(zip(self.paths, self.names, strict=True)):
-            with reading(path):
-                raw = path.open("rb")
-            number = 0
-            with raw:
-                try:
-                    kind = packing(raw, path)
-                    for number, value, unread in _values(unpacked(raw, path), path, name):
-                        yield Row(file=file, number=number, value=value, unread=unread)
-                        self.share_read = (sum(sizes[:file]) + raw.tell()) / max(1, sum(sizes))
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        "IDLM-0239",
-                        f"{name} is not UTF-8 (after line {number})",
-                        fix=f"convert the file: {convert_command(name, None, kind)}",
-                    ) from error
-                except csv.Error as error:
-                    raise UserError(
-                        "IDLM-0201",
-                        f"{name}: the row after line {number} is not that of a table: {error}",
-                        fix=f'double the quotes inside quoted cells ("" for "), or {WRITE_LINES}',
-                    ) from error
-                except DAMAGE as error:
-                    raise damaged(f"{name} (after line {number})", error) from error
+        lines = _lines(file)
+        header = next(lines, "").removeprefix(BOM.decode())
+        # A name in quotes may hold a line break.
+        rows, delimiter = itertools.chain([header], lines), _delimiter(header, file.path)
+        table = csv.reader(rows, delimiter=delimiter, strict=True)
+        first = 1
+        try:
+            names = next(table, [])
+            wanted, unread = _columns(names, file.name)
+            first = table.line_num + 1
+            for cells in table:
+                number, first = first, table.line_num + 1
+                if cells:
+                    yield number, _record(cells, names, wanted, f"{file.name}:{number}"), unread
+        except csv.Error as error:
+            raise UserError(
+                "IDLM-0201",
+                f"{file.name}:{first} begins a row that is not that of a table: {error}",
+                fix=f'double the quotes inside quoted cells ("" for "), or {WRITE_LINES}',
+            ) from error
 
 
-def _values(
-    stream: Any, path: Path, name: str
-) -> Iterator[tuple[int, dict[str, Any] | UserError, tuple[str, ...]]]:
-    """(first line, record or the error that reading it gave, columns that are not read) of every row."""
-    lines = (line.decode() for line in stream)
-    header = next(lines, "").removeprefix(BOM.decode())
-    delimiter = _delimiter(header, path)
-    # A name in quotes may hold a line break.
-    table = csv.reader(_after(header, lines), delimiter=delimiter, strict=True)
-    names = next(table, [])
+def _lines(file: TextFile) -> Iterator[str]:
+    for number, line in enumerate(file.stream, start=1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise file.not_utf8(error, number) from error
+
+
+def _columns(names: list[str], file: str) -> tuple[list[str], tuple[str, ...]]:
+    """Return the columns that are read, and those that are not."""
     if len(set(names)) < len(names):
         twice = next(key for key in names if names.count(key) > 1)
         raise UserError(
-            "IDLM-0201", f"{name} has two columns {twice!r}", fix="rename one of them in the header"
+            "IDLM-0201", f"{file} has two columns {twice!r}", fix="rename one of them in the header"
         )
     # pandas writes the index of a row under no name.
-    wanted, unread = wanted_columns([key for key in names if key])
-    first = table.line_num + 1
-    for cells in table:
-        number, first = first, table.line_num + 1
-        if not cells:
-            continue
-        origin = f"{name}:{number}"
-        if len(cells) != len(names):
-            yield number, _misfit(origin, cells, names), unread
-            continue
-        row = dict(zip(names, cells, strict=True))
-        try:
-            record = {key: _value(key, row[key], origin) for key in wanted}
-        except UserError as error:
-            yield number, error, unread
-        else:
-            yield number, record, unread
+    return wanted_columns([key for key in names if key])
 
 
-def _after(first: str, lines: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from lines
+def _record(cells: list[str], names: list[str], wanted: list[str], origin: str) -> dict[str, Any] | UserError:
+    if len(cells) != len(names):
+        return UserError(
+            "IDLM-0201",
+            f"{origin} has {len(cells)} cells, and the header has {len(names)} columns",
+            fix=f"put cells with a delimiter or a line break into quotes, or {WRITE_LINES}",
+        )
+    row = dict(zip(names, cells, strict=True))
+    try:
+        return {key: _value(key, row[key], origin) for key in wanted}
+    except UserError as error:
+        return error
 
 
 def _delimiter(header: str, path: Path) -> str:
@@ -112,32 +103,28 @@ def _delimiter(header: str, path: Path) -> str:
     return next((sign for sign in DELIMITERS if sign in bare), DELIMITERS[0])
 
 
-def _misfit(origin: str, cells: list[str], names: list[str]) -> UserError:
-    return UserError(
-        "IDLM-0201",
-        f"{origin} has {len(cells)} cells, and the header has {len(names)} columns",
-        fix=f"put cells with a delimiter or a line break into quotes, or {WRITE_LINES}",
-    )
-
-
 def _value(key: str, cell: str, origin: str) -> Any:
     """Return a cell as other sources have it; UserError IDLM-0202 for turns that are not JSON."""
     if not cell:
         return None
-    is_turns = TURNS.match(cell) is not None
-    if not is_turns and key not in VALUE_COLUMNS:
-        return cell
-    try:
+    if key in VALUE_COLUMNS:
         # Python writes True where JSON has true.
-        return json.loads(cell if is_turns else cell.lower())
+        return _parsed(cell.lower(), cell)
+    found = _parsed(cell, None) if ITEMS.match(cell) else cell
+    if found is None and ROLE.search(cell):
+        raise UserError(
+            "IDLM-0202",
+            f"{origin}: {key}={cell!r:.60} is a list of turns that is not JSON, as pandas writes one",
+            fix=f"make the table again from its source: {WRITE_LINES}",
+        )
+    return found if are_turns(found) else cell
+
+
+def _parsed(text: str, default: Any) -> Any:
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError):
-        if not is_turns:
-            return cell
-    raise UserError(
-        "IDLM-0202",
-        f"{origin}: {key}={cell!r:.60} is a list of turns that is not JSON, as pandas and numpy write one",
-        fix=f"make the table again from its source: {WRITE_LINES}",
-    )
+        return default
 
 
 @SOURCES.register("csv")

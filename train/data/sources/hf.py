@@ -35,10 +35,8 @@ class DatasetReader:
         with _loading(config):
             if Path(path).exists():
                 arguments["cache_dir"] = str(cache / "datasets")
-                if Path(path).is_dir() and not is_saved(Path(path)):
-                    data_files, left_out = _data_files(arguments)
-            if left_out:
-                arguments["data_files"] = data_files
+            if not is_saved(Path(path)):
+                data_files, left_out = _add_options(arguments)
             found = _load(arguments, self.split)
         self.dataset = _split_of(found, config)
         self.names: tuple[str, ...] = (f"{path}[{self.split}]",)
@@ -113,20 +111,25 @@ def _split_of(found: Any, config: DataConfig) -> Any:
     )
 
 
-def _data_files(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
-    """The files of each split that `datasets` reads in a folder; those that are hidden or temporary apart."""
+def _add_options(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
+    """Add to the arguments of `load_dataset` what keeps words such as null in a table, which pandas reads as
+    missing values, and what leaves hidden and temporary files out. Return the files of each split of a
+    folder, and those that are left out."""
     import datasets
 
-    folder = Path(arguments["path"]).resolve()
-    found = datasets.load_dataset_builder(**arguments).config.data_files or {}
+    config, folder = datasets.load_dataset_builder(**arguments).config, Path(arguments["path"])
+    if hasattr(config, "keep_default_na"):
+        arguments |= {"keep_default_na": False, "na_values": [""]}
     kept: dict[str, list[str]] = {}
-    left_out = []
-    for split, names in found.items():
+    left_out: list[str] = []
+    for split, names in (config.data_files or {}).items() if folder.is_dir() else ():
         for name in map(str, names):
-            if any(map(is_hidden, os.path.relpath(name, folder).split(os.sep))):
+            if any(map(is_hidden, os.path.relpath(name, folder.resolve()).split(os.sep))):
                 left_out.append(name)
             else:
                 kept.setdefault(str(split), []).append(name)
+    if left_out:
+        arguments["data_files"] = kept
     return kept, left_out
 
 

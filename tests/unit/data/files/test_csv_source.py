@@ -78,12 +78,27 @@ def test_cells_hold_turns_weights_and_nulls(tmp_path: Path, encoder: Encoder) ->
     assert found.header["ignored"] == {"source": 2}, "but not the index that pandas writes"
 
 
+ANSWERS = (
+    '[{"value": 3, "content": "x"}]',
+    '[{"role": "admin", "content": "x"}]',
+    '[{"role": "user", "name": "Mia"}]',
+    "[{'from': 'Oslo', 'value': 1}]",
+    '[{"role": ',
+)
+
+
+def test_json_that_forms_no_conversation_is_text(tmp_path: Path, encoder: Encoder) -> None:
+    pairs = [{"prompt": "Sam has 1.", "response": answer} for answer in ANSWERS]
+    lines = contents(read(write_lines(tmp_path / "b.jsonl", *pairs), encoder))
+    assert contents(read(table(tmp_path / "a.csv", pairs), encoder)) == lines
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
         ("prompt,response\na,b\na,b,c\n", "IDLM-0201", r"csv:3 has 3 cells, and the header has 2"),
-        ('prompt,response\na,"b \\"c\\" d"\n', "IDLM-0201", r"after line 0 .* expected after"),
-        ('prompt,response\na,b\na,"b\n', "IDLM-0201", "after line 2 .* unexpected end"),
+        ('prompt,response\na,"b \\"c\\" d"\n', "IDLM-0201", r"csv:2 begins a row .* expected after"),
+        ('prompt,response\na,b\na,"b\n', "IDLM-0201", "csv:3 begins a row .* unexpected end"),
         ("prompt,prompt,response\na,b,c\n", "IDLM-0201", "two columns 'prompt'"),
         ("prompt,response\na,\n", "IDLM-0202", r"csv:2: response=None"),
         ("prompt,response,label\na,b,False\n", "IDLM-0202", "label=False"),
@@ -94,7 +109,8 @@ def test_cells_hold_turns_weights_and_nulls(tmp_path: Path, encoder: Encoder) ->
             "not JSON",
         ),
         ("a question,an answer\na,b\n", "IDLM-0202", "none of the known shapes"),
-        ("prompt,response\na,caf\xe9\n", "IDLM-0239", "is not UTF-8"),
+        ('prompt,response\n"a\n\n",b\n\na,b" c\n"a" b,c\n', "IDLM-0201", "csv:7 begins a row"),
+        ('prompt,response\n"a\n",caf\xe9\n', "IDLM-0239", r"csv:3 \(byte 6 of the line\) is not UTF-8"),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused(

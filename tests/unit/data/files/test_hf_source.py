@@ -12,7 +12,7 @@ from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
 from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import Encoder
-from tests.unit.data.cached import config_of, read, write_lines
+from tests.unit.data.cached import config_of, contents, read, write_lines
 
 MASK = 190
 
@@ -39,6 +39,16 @@ def test_a_folder_of_data_files_is_converted_under_the_data_cache(
     assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
     assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()
     assert read(config, encoder).directory == first.directory
+
+
+def test_words_for_missing_values_are_texts_of_a_table(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "folder" / "train.csv"
+    path.parent.mkdir()
+    path.write_text(
+        "".join(f"{text}\n" for text in ("prompt,response,system", "a,null,", "b,NA,NULL", "c,None,x"))
+    )
+    found = contents(read(config_of(path.parent, source="hf"), encoder))
+    assert found == contents(read(config_of(path, source="csv"), encoder))
 
 
 def test_arrow_is_read_as_a_stream_and_as_a_file(tmp_path: Path, encoder: Encoder) -> None:
