@@ -24,7 +24,7 @@ from idlm.text.templates import (
 )
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
 from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
-from idlm.text.turn_ends import WORD, next_tags, second_end
+from idlm.text.turn_ends import WORD, after_end, next_tags
 
 TRAILING = "turns after the last trained answer are left out"
 NO_END = "answers before a turn that begins as no answer ends are trained without an end"
@@ -240,21 +240,21 @@ class Turn(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Template:
     """Renders messages by the template that a tokenizer has for `tools`; `names` are its other variables.
-    `second_end`: the eos that it writes after a conversation whose last turn has ended, which is left out.
+    `after_end`: what it writes after the end of the last turn, which is left out.
     `tags`: what ends an answer and one with calls, where the template leaves that to the next turn."""
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] = ()
     names: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-    second_end: str = ""
+    after_end: str = ""
     tags: tuple[str, str] = ("", "")
 
     @classmethod
     def of(cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], **names: Any) -> Template:
         """UserError IDLM-0215 without a template."""
         text = template_text(tokenizer, tools)
-        ends = second_end(tokenizer, text), next_tags(tokenizer, text)
+        ends = after_end(tokenizer, text), next_tags(tokenizer, text)
         return cls(tokenizer, tools, template_names(text, (), **names), text, *ends)
 
     def draw(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
@@ -270,7 +270,7 @@ class Template:
             return text
         is_answer = bool(messages) and messages[-1]["role"] == "assistant"
         tag = self.tags[bool(messages[-1].get("tool_calls"))] if is_answer else ""
-        return text.removesuffix(self.second_end) + tag
+        return text.removesuffix(self.after_end) + tag
 
     def tokens(self, messages: Sequence[Message]) -> Any:
         """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""

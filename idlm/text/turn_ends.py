@@ -15,20 +15,23 @@ QUESTION: Message = {"role": "user", "content": "a"}
 
 
 @functools.lru_cache(maxsize=64)
-def second_end(tokenizer: Any, text: str) -> str:
-    """Return the eos that a template, such as that of Phi-3, writes after the end of the last turn, unless
-    an answer is to follow; empty for one that does not."""
-    eos = tokenizer.eos_token
-    if not eos or ("eos_token" not in text and eos not in text):
-        return ""
+def after_end(tokenizer: Any, text: str) -> str:
+    """Return what a template writes after the end of the last turn and is no part of it: an eos where no
+    answer is to follow (Phi-3), or what opens the next answer, whether one is to follow or not (Command A).
+    Empty for one that does neither."""
+    eos, answer = tokenizer.eos_token or "", {"role": "assistant", "content": WORD}
     try:
-        drawn = [render(tokenizer, [QUESTION], open_turn=is_open) for is_open in (False, True)]
+        closed, opened = (render(tokenizer, [QUESTION], open_turn=is_open) for is_open in (False, True))
+        answered = render(tokenizer, [QUESTION, answer], open_turn=False)
     except UserError:
         return ""
-    rest = drawn[0].removesuffix(eos)
-    has_two = (
-        rest != drawn[0] and rest.rstrip().endswith(_ends(tokenizer)) and not drawn[1].startswith(drawn[0])
-    )
+    if closed == opened:
+        ending = answered.partition(WORD)[2]
+        ends = re.escape(eos) if eos in ending else "|".join(map(re.escape, _ends(tokenizer)))
+        opener = re.split(ends, ending, maxsplit=1)[-1]
+        return opener if opener.strip() and opener != ending and closed.endswith(opener) else ""
+    rest = closed.removesuffix(eos)
+    has_two = rest != closed and rest.rstrip().endswith(_ends(tokenizer)) and not opened.startswith(closed)
     return eos if has_two else ""
 
 

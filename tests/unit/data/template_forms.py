@@ -97,6 +97,13 @@ SYSTEM_LAST = (
 )
 """Nothing opens a turn, and a system prompt is in the last turn if that is the user's."""
 FORMS["second end"] = FORMS["chatml"] + "{%- if not add_generation_prompt %}{{- eos_token }}{%- endif %}"
+FORMS["always opened"] = FORMS["chatml"].replace(" if add_generation_prompt", " if true")
+ONE_TOKEN_HEADERS = (
+    "{{- bos_token }}{%- for m in messages %}{{- '<|im_start|>' }}"
+    "{{- ('<|endoftext|>' if m.role == 'assistant' else '<|bos|>') + m.content + '<|im_end|>' }}{%- endfor %}"
+    "{{- '<|im_start|><|endoftext|>' }}"
+)
+"""Of Command A: special tokens alone open a turn, and the next answer is always opened."""
 NOT_CLOSED = (
     "{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}"
     "{%- for call in m.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}{%- endfor %}"
