@@ -32,14 +32,12 @@ _TURKISH = "ÇĞİÖŞÜçğıöşüâîû‘’“”…–—"
 _CYRILLIC = "а-яё«»—–…№“”„’\u00a0"
 _HAN = "一-鿿，。、！？：；（）《》「」“”‘’…—"
 _HAN_AND_KANA = _HAN + "ぁ-ヿ"
-_LATIN_NAMES = {
+_ENCODINGS = {
     "ISO-8859-1": _WESTERN,
     "WINDOWS-1252": _WESTERN,
     "ISO-8859-2": _CENTRAL,
     "WINDOWS-1250": _CENTRAL,
     "WINDOWS-1254": _TURKISH,
-}
-_OTHER_NAMES = {
     "WINDOWS-1251": _CYRILLIC,
     "KOI8-R": _CYRILLIC,
     "EUC-KR": "가-힣",
@@ -49,6 +47,8 @@ _OTHER_NAMES = {
     "BIG5": _HAN,
     "GB18030": _HAN,
 }
+"""Encodings, in the order in which they are tried, and the usual letters of a language in each."""
+_LATIN = (_WESTERN, _CENTRAL, _TURKISH)
 _USUAL_SHARE = 0.9
 
 
@@ -147,41 +147,38 @@ def json_problem(error: Exception) -> str:
 
 
 def wide_encoding(head: bytes) -> str | None:
-    """Return UTF-16 or UTF-32, with its byte order where there is no mark, if `head` begins JSON in it."""
+    """Return UTF-16 or UTF-32 if `head` begins with its mark, or JSON in it; with its byte order where there
+    is no mark."""
     encoding = json.detect_encoding(head)
-    start = head.decode(encoding, "ignore").lstrip()
-    return WIDE.get(encoding) if start[:1] in ("{", "[") else None
+    is_marked = not encoding.endswith("e")
+    return (
+        WIDE.get(encoding)
+        if is_marked or head.decode(encoding, "ignore").lstrip()[:1] in ("{", "[")
+        else None
+    )
 
 
 def likely_encoding(line: bytes) -> str | None:
     """Return the encoding in which `line`, which is not UTF-8, has the usual letters of a language; None
-    where none has, for UTF-8 with a damaged character, and for what is no JSON."""
+    where none has, for UTF-8 with a damaged character, and for what is no text."""
     foreign = _foreign(line.decode("utf-8", "replace"))
-    if line[:1] not in (b"{", b"[") or 2 * foreign.count("\ufffd") < len(foreign):
+    if re.search(rb"[\x00-\x08]", line) or 2 * foreign.count("\ufffd") < len(foreign):
         return None
-    for name, usual in _LATIN_NAMES.items():
-        # Words of other scripts are made of such letters alone.
-        text = _read(line, name, usual)
-        if text and not re.search(r"[^\W\d_a-zA-Z]{5}", text):
-            return name
-    for name, usual in _OTHER_NAMES.items():
-        text = _read(line, name, usual)
+    for name, usual in _ENCODINGS.items():
+        try:
+            text = line.decode(name)
+        except UnicodeDecodeError:
+            continue
+        foreign = _foreign(text)
+        is_usual = len(re.findall(f"[{usual}]", foreign)) >= _USUAL_SHARE * max(1, len(foreign))
+        # Words of other scripts are made of the letters outside of ASCII alone.
+        is_foreign = usual in _LATIN and re.search(r"[^\W\d_a-zA-Z]{5}", text)
         # Hardly a line of Japanese is without kana, by which it differs from Chinese in the same bytes.
-        if text and (usual != _HAN_AND_KANA or re.search("[ぁ-ヿ]", text)):
+        is_chinese = usual == _HAN_AND_KANA and not re.search("[ぁ-ヿ]", text)
+        if is_usual and not is_foreign and not is_chinese:
             # The larger set of characters of the same language.
             return "GB18030" if name == "GB2312" else name
     return None
-
-
-def _read(line: bytes, name: str, usual: str) -> str | None:
-    """Return `line` as text if nine in ten of its characters outside of ASCII are `usual` ones."""
-    try:
-        text = line.decode(name)
-    except UnicodeDecodeError:
-        return None
-    foreign = _foreign(text)
-    share = len(re.findall(f"[{usual}]", foreign)) / max(1, len(foreign))
-    return text if share >= _USUAL_SHARE else None
 
 
 def _foreign(text: str) -> str:

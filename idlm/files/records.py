@@ -25,6 +25,7 @@ from idlm.files.paths import (
     refuse_pointer,
     translate_path_errors,
     unpacked,
+    wide_encoding,
 )
 
 SAMPLED_BYTES = 65_536
@@ -114,10 +115,10 @@ class TextFile(NamedTuple):
 
     def not_utf8(self, error: UnicodeDecodeError, number: int | None = None) -> UserError:
         """The error about the file, or about its line `number`, that is not UTF-8."""
-        is_wide = error.encoding != "utf-8"
-        found = error.encoding if is_wide else likely_encoding(error.object)
+        wide = wide_encoding(error.object)
+        found = wide or likely_encoding(error.object)
         where = self.name if number is None else f"{self.name}:{number} (byte {error.start + 1} of the line)"
-        note = (f" but {found}" if is_wide else f"; it may be {found}") if found else ""
+        note = (f" but {found}" if wide else f"; it may be {found}") if found else ""
         fix = f"convert the file: {convert_command(self.name, found, self.packing)}"
         if found is None:
             fix = f"repair or delete that line, or {fix}"

@@ -12,6 +12,7 @@ from idlm.text.tokenizer import special_token_ids
 
 WORD = "zqcontentqz"
 QUESTION: Message = {"role": "user", "content": "a"}
+ANSWER: Message = {"role": "assistant", "content": WORD}
 
 
 @functools.lru_cache(maxsize=64)
@@ -19,15 +20,11 @@ def after_end(tokenizer: Any, text: str) -> str:
     """Return what a template writes after the end of the last turn and is no part of it: an eos where no
     answer is to follow (Phi-3), or what opens the next answer, whether one is to follow or not (Command A).
     Empty for one that does neither."""
-    eos, answer = tokenizer.eos_token or "", {"role": "assistant", "content": WORD}
-    try:
-        closed, opened = (render(tokenizer, [QUESTION], open_turn=is_open) for is_open in (False, True))
-        answered = render(tokenizer, [QUESTION, answer], open_turn=False)
-    except UserError:
-        return ""
+    eos = tokenizer.eos_token or ""
+    closed, opened = (_drawn(tokenizer, QUESTION, is_open=is_open) for is_open in (False, True))
     if closed == opened:
-        ending = answered.partition(WORD)[2]
-        ends = re.escape(eos) if eos in ending else "|".join(map(re.escape, _ends(tokenizer)))
+        ending = _drawn(tokenizer, QUESTION, ANSWER).partition(WORD)[2]
+        ends = re.escape(eos) if eos and eos in ending else "|".join(map(re.escape, _ends(tokenizer)))
         opener = re.split(ends, ending, maxsplit=1)[-1]
         return opener if opener.strip() and opener != ending and closed.endswith(opener) else ""
     rest = closed.removesuffix(eos)
@@ -42,11 +39,7 @@ def next_tags(tokenizer: Any, text: str) -> tuple[str, str]:
     where the template closes answers, or begins these turns with text or with what opens the assistant's."""
 
     def after(*turns: Message, is_open: bool = False) -> str:
-        try:
-            answered = [QUESTION, {"role": "assistant", "content": WORD}, *turns]
-            return render(tokenizer, answered, open_turn=is_open).partition(WORD)[2]
-        except UserError:
-            return ""
+        return _drawn(tokenizer, QUESTION, ANSWER, *turns, is_open=is_open).partition(WORD)[2]
 
     closed, with_question, opened = after(), after(QUESTION), after(QUESTION, is_open=True)
     opener = opened.removeprefix(with_question).lstrip()
@@ -57,6 +50,14 @@ def next_tags(tokenizer: Any, text: str) -> tuple[str, str]:
         return found[0] if found and not opener.startswith(found[1]) else ""
 
     return tag_of(with_question), tag_of(after({"role": "tool", "content": "a"}))
+
+
+def _drawn(tokenizer: Any, *turns: Message, is_open: bool = False) -> str:
+    """Return the text of turns; empty where the template refuses them."""
+    try:
+        return render(tokenizer, turns, open_turn=is_open)
+    except UserError:
+        return ""
 
 
 def _ends(tokenizer: Any) -> tuple[str, ...]:

@@ -28,18 +28,12 @@ class DatasetReader:
     """Rows of one split; `number` is the 1-based row."""
 
     def __init__(self, config: DataConfig, cache: Path) -> None:
-        path, self.split = str(config.path), config.split
-        arguments: dict[str, Any] = {"path": path}
-        data_files: dict[str, list[str]] = {}
-        left_out: list[str] = []
+        path, self.split = Path(str(config.path)), config.split
+        options: dict[str, Any] = {"cache_dir": str(cache / "datasets")} if path.exists() else {}
         with _loading(config):
-            if Path(path).exists():
-                arguments["cache_dir"] = str(cache / "datasets")
-            if not is_saved(Path(path)):
-                data_files, left_out = _add_options(arguments)
-            found = _load(arguments, self.split)
+            found, data_files, left_out = _load(path, str(config.path), self.split, options)
         self.dataset = _split_of(found, config)
-        self.names: tuple[str, ...] = (f"{path}[{self.split}]",)
+        self.names: tuple[str, ...] = (f"{config.path}[{self.split}]",)
         self.files = tuple(data_files.get(self.split.partition("[")[0], self.names))
         self.left_out = tuple(left_out)
         self.share_read = 0.0
@@ -68,27 +62,34 @@ def _loading(config: DataConfig) -> AbstractContextManager[None]:
     return naming("IDLM-0232", what, fix=fix)
 
 
-def _load(arguments: dict[str, Any], split: str) -> Any:
-    """The split as a map-style dataset whose rows lie in files, or the dataset that may not have it."""
+def _load(
+    path: Path, name: str, split: str, options: dict[str, Any]
+) -> tuple[Any, dict[str, list[str]], list[str]]:
+    """Return the split as a map-style dataset whose rows lie in files, or the dataset that may not have it;
+    the files of each split of a folder, and those that are left out."""
     import datasets
 
-    folder = Path(arguments["path"])
-    if folder.suffix == ".arrow" and folder.is_file():
+    if path.suffix == ".arrow" and path.is_file():
         try:
-            return datasets.Dataset.from_file(str(folder))
+            return datasets.Dataset.from_file(name), {}, []
         except (ValueError, OSError):
             # That is a stream of Arrow; other programs write its file format, which `datasets` converts.
-            cache_dir = arguments["cache_dir"]
-            return datasets.load_dataset("arrow", data_files=str(folder), split="train", cache_dir=cache_dir)
-    if is_saved(folder):
-        return datasets.load_from_disk(str(folder))
-    try:
-        # It may be a part of one, such as train[:1000].
-        return datasets.DatasetDict({split: datasets.load_dataset(**arguments, split=split)})
-    except ValueError as error:
-        if "Unknown split" not in str(error):
-            raise
-        return datasets.load_dataset(**arguments)
+            return datasets.load_dataset("arrow", data_files=name, split="train", **options), {}, []
+    if is_saved(path):
+        return datasets.load_from_disk(name), {}, []
+    builder = datasets.load_dataset_builder(name, **options)
+    data_files, left_out = _data_files(path.resolve(), builder.config.data_files if path.is_dir() else None)
+    changed = dict[str, Any]({"data_files": data_files} if left_out else {})
+    if hasattr(builder.config, "keep_default_na"):
+        # Of a table: pandas would read words such as null as missing values.
+        changed |= {"keep_default_na": False, "na_values": [""]}
+    if changed:
+        builder = datasets.load_dataset_builder(name, **options | changed)
+    builder.download_and_prepare()
+    # It may be a part of one, such as train[:1000].
+    if split.partition("[")[0] in builder.info.splits:
+        return datasets.DatasetDict({split: builder.as_dataset(split=split)}), data_files, left_out
+    return builder.as_dataset(), data_files, left_out
 
 
 def _split_of(found: Any, config: DataConfig) -> Any:
@@ -111,25 +112,15 @@ def _split_of(found: Any, config: DataConfig) -> Any:
     )
 
 
-def _add_options(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
-    """Add to the arguments of `load_dataset` what keeps words such as null in a table, which pandas reads as
-    missing values, and what leaves hidden and temporary files out. Return the files of each split of a
-    folder, and those that are left out."""
-    import datasets
-
-    config, folder = datasets.load_dataset_builder(**arguments).config, Path(arguments["path"])
-    if hasattr(config, "keep_default_na"):
-        arguments |= {"keep_default_na": False, "na_values": [""]}
+def _data_files(folder: Path, found: Any) -> tuple[dict[str, list[str]], list[str]]:
+    """The files of each split in a folder, of those that `datasets` found; those that are hidden or temporary
+    apart."""
     kept: dict[str, list[str]] = {}
     left_out: list[str] = []
-    for split, names in (config.data_files or {}).items() if folder.is_dir() else ():
+    for split, names in (found or {}).items():
         for name in map(str, names):
-            if any(map(is_hidden, os.path.relpath(name, folder.resolve()).split(os.sep))):
-                left_out.append(name)
-            else:
-                kept.setdefault(str(split), []).append(name)
-    if left_out:
-        arguments["data_files"] = kept
+            is_left_out = any(map(is_hidden, os.path.relpath(name, folder).split(os.sep)))
+            (left_out if is_left_out else kept.setdefault(str(split), [])).append(name)
     return kept, left_out
 
 

@@ -35,8 +35,8 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     """(1-based line or item, value or the error that reading it gave) of every record; UnicodeDecodeError
     where the file as a whole is not UTF-8."""
     head = stream.peek(PEEKED_BYTES).removeprefix(BOM)
-    if encoding := wide_encoding(head):
-        raise UnicodeDecodeError(encoding, head, 0, 1, "")
+    if wide_encoding(head):
+        raise UnicodeDecodeError("utf-8", head, 0, 1, "")
     if re.match(rb"\s*\[" if ".json" in path.suffixes else rb"\s*\[\s*\{", head):
         content = stream.read()
         try:

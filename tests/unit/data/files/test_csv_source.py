@@ -122,6 +122,18 @@ def test_what_would_be_read_wrongly_is_refused(
         read(path, encoder, shape="preference" if "chosen" in text else "auto")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "message"), [("utf-16", "not UTF-8 but UTF-16"), ("cp1252", "it may be WINDOWS-1252")]
+)
+def test_the_encoding_of_a_spreadsheet_is_named(
+    tmp_path: Path, encoder: Encoder, encoding: str, message: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("prompt;response\nÜbermäßig „schön“;für 5 €\n".encode(encoding))
+    with pytest.raises(UserError, match=f"(?s){message}.*iconv -f {message.split()[-1]}"):
+        read(path, encoder)
+
+
 def test_a_table_next_to_records_is_about_them(tmp_path: Path, encoder: Encoder) -> None:
     table(tmp_path / "a.csv", PAIRS)
     assert source_of(str(tmp_path)) == "csv"
