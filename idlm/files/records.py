@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -129,12 +130,12 @@ Value = tuple[int, dict[str, Any] | UserError, tuple[str, ...]]
 """`number`, `value` and `unread` of a row."""
 
 
-class TextReader(FileReader):
+class TextReader(FileReader, ABC):
     """Base of readers of text, which may be compressed."""
 
+    @abstractmethod
     def values(self, file: TextFile) -> Iterator[Value]:
         """Yield the records of an open file."""
-        raise NotImplementedError
 
     def rows(self) -> Iterator[Row]:
         sizes = [path.stat().st_size for path in self.paths]
