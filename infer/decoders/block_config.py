@@ -24,6 +24,7 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.infer.state.batch import set_lanes, to_device
 from idlm.kernels.block_step import NO_EDITS, Masks
+from idlm.kernels.row_compaction import ranks
 from idlm.registry import Registry
 
 THRESHOLD = 0.9
@@ -167,17 +168,6 @@ class Unmasking(ABC):
 
 
 UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
-
-
-def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
-    """How many maskable positions come before each: larger keys first, the left one of equal keys first.
-
-    Compares all W * W pairs: a sort is not stable on every device, and W is small."""
-    index_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
-    mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
-    is_left_WW = index_W[None, :] < index_W[:, None]
-    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
-    return (is_before_BWW & is_maskable_BW[:, None, :]).sum(-1)
 
 
 @UNMASKINGS.register("sequential")

@@ -1,4 +1,9 @@
 """Lists of the slots that a block attends to most; contract in README.md."""
 
-from idlm.kernels.prefix_ranking.op import attention_share, rank_prefix, select_largest, workspace_bytes
-from idlm.kernels.prefix_ranking.types import RankingPass
+from idlm.kernels.prefix_ranking.op import (
+    RankingPass,
+    attention_share,
+    rank_prefix,
+    select_largest,
+    workspace_bytes,
+)

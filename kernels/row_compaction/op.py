@@ -1,5 +1,5 @@
-"""Rows that remain, packed again in two launches, and what is aligned with them gathered in one. Nothing
-waits for the device. Contract in README.md.
+"""Rows that remain, packed again in two launches, and what is aligned with them gathered in one; plain torch
+on a CPU. Static shapes; nothing waits for the device. Contract in README.md.
 
 B sequences, R rows, I rows that are left, W positions of a block, X wanted rows, H rows of the head."""
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
-from idlm.kernels.row_compaction import plain
 from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, RetainedWanted, RowCapacity
 
 MAX_GATHERED = 6
@@ -47,8 +46,7 @@ def compact_rows(
     all rows that are left; what does not fit is cut off. `drops_stored`: `drop.keep_R` is read at the last W
     rows before a block, too."""
     if not runs_kernels(rows.slots_R):
-        sizes = {"num_left": num_left, "num_origins": num_origins}
-        return plain.compact_rows(rows, drop, **sizes, limit=limit, drops_stored=drops_stored)
+        return _plain_compacted(rows, drop, num_left, num_origins, limit, drops_stored=drops_stored)
     import triton
 
     from idlm.kernels.row_compaction.kernel import count_kernel, index_kernel
@@ -90,6 +88,76 @@ def compact_rows(
     )
 
 
+def _plain_compacted(
+    rows: PackedRows,
+    drop: Drop,
+    num_left: int,
+    num_origins: int,
+    limit: RowCapacity | None,
+    *,
+    drops_stored: bool,
+) -> Compacted:
+    num_rows, device = len(rows.slots_R), rows.slots_R.device
+    numbers_R = torch.arange(num_rows, device=device)
+    is_row_R = numbers_R < rows.cu_rows_B1[-1]
+    is_block_R = by_row(torch.ones_like(drop.rows_BW, dtype=torch.bool), drop.rows_BW, num_rows, other=False)
+    is_open_R = is_block_R & ~drop.needs_all_B[rows.sequence_R]
+    limits_R = rows.limits_R
+    if drop.limits_R is not None:
+        limits_R = torch.where(is_open_R, torch.minimum(drop.limits_R, limits_R), limits_R)
+    keep_R, waits_B = (drop.keep_R | ~is_open_R) & is_row_R, drop.waits_B
+    if drops_stored:
+        first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
+        keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
+    demand_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
+    if limit is not None:
+        keep_R, waits_B = _within_capacity(rows, drop, limit, keep_R, is_block_R, demand_B)
+    numbers_I = flagged(keep_R, num_left)
+    is_row_I = numbers_I < num_rows
+    numbers_I = torch.where(is_row_I, numbers_I, 0)
+    sequence_I = rows.sequence_R[numbers_I]
+    counts_B = torch.zeros_like(drop.rows_BW[:, 0]).scatter_add_(0, sequence_I, is_row_I.long())
+    new_R = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
+    target_I = torch.where(is_row_I, numbers_I, num_rows)
+    new_R.scatter_(0, target_I, torch.arange(num_left, device=device))
+    # Positions without a row read one more row, which no row is.
+    new_R[-1:] = -1
+    return Compacted(
+        rows=PackedRows(
+            cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
+            sequence_R=sequence_I,
+            token_ids_R=rows.token_ids_R[numbers_I],
+            positions_R=rows.positions_R[numbers_I],
+            slots_R=rows.slots_R[numbers_I],
+            limits_R=limits_R[numbers_I],
+            branch_starts_R=rows.branch_starts_R[numbers_I],
+            mapping_R=torch.where(is_row_I, rows.mapping_R[numbers_I], -1),
+            origin_R=torch.where(is_row_I, rows.origin_R[numbers_I], num_origins),
+            is_mask_R=None if rows.is_mask_R is None else rows.is_mask_R[numbers_I] & is_row_I,
+        ),
+        numbers_I=numbers_I,
+        rows_BW=new_R[torch.where(drop.rows_BW >= 0, drop.rows_BW, num_rows)],
+        waits_B=waits_B,
+        demand_B=demand_B,
+    )
+
+
+def _within_capacity(
+    rows: PackedRows, drop: Drop, limit: RowCapacity, keep_R: Tensor, is_block_R: Tensor, demand_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The retained rows, of sequences that wait the scheduled ones alone; and which sequences wait."""
+    is_scheduled_R = ~is_block_R & keep_R
+    if drop.scheduled_B is not None:
+        counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
+        number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
+        is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
+    scheduled_B = torch.zeros_like(demand_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
+    needs_B = demand_B - scheduled_B
+    priority_B = limit.num_waits_B * (len(keep_R) + 1) - needs_B
+    waits_B = drop.waits_B | allot(needs_B, priority_B, limit.capacity - scheduled_B.sum())[1]
+    return keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R]), waits_B
+
+
 def retain_wanted(
     rows_X: Tensor,
     first_B: Tensor,
@@ -107,8 +175,7 @@ def retain_wanted(
     rows are of. With `num_head` the head has so many rows; None: all, where they were."""
     packs, num_head = num_head is not None, len(rows_X) if num_head is None else num_head
     if not runs_kernels(rows_X):
-        given = rows_X, first_B, num_B, waits_B, origin_R
-        return plain.retain_wanted(*given, num_head=num_head, packs=packs)
+        return _plain_retained(rows_X, first_B, num_B, waits_B, origin_R, num_head, packs=packs)
     import triton
 
     from idlm.kernels.row_compaction.kernel import index_wanted_kernel, search_wanted_kernel
@@ -143,6 +210,44 @@ def retain_wanted(
     )
 
 
+def _plain_retained(
+    rows_X: Tensor,
+    first_B: Tensor,
+    num_B: Tensor,
+    waits_B: Tensor,
+    origin_R: Tensor,
+    num_head: int,
+    *,
+    packs: bool,
+) -> RetainedWanted:
+    num_wanted, device = len(rows_X), rows_X.device
+    index_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
+    is_left_X = origin_R[index_X] == rows_X
+    numbers = torch.arange(num_wanted, device=device)
+    # No wanted row is of two sequences; those after the last, and of sequences that wait, are of none.
+    end_B = torch.where(waits_B, first_B, first_B + num_B)
+    is_mine_BX = (numbers >= first_B[:, None]) & (numbers < end_B[:, None])
+    is_left_X &= is_mine_BX.any(dim=0)
+    demand_B = (is_mine_BX & is_left_X).sum(dim=1)
+    counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
+    taken_B = counts_X1[first_B.clamp(max=num_wanted)] + demand_B
+    waits_B = waits_B | ((demand_B > 0) & (taken_B > num_head))
+    index_H, origin_H = torch.where(is_left_X, index_X, 0), None
+    if packs:
+        origin_H = flagged(is_left_X, num_head)
+        is_row_H = origin_H < num_wanted
+        origin_H = torch.where(is_row_H, origin_H, 0)
+        numbers, index_H = counts_X1[:-1], torch.where(is_row_H, index_X[origin_H], 0)
+        is_left_X = is_left_X & (numbers < num_head)
+    return RetainedWanted(
+        index_H=index_H,
+        origin_H=origin_H,
+        numbers_X=torch.where(is_left_X, numbers, -1),
+        waits_B=waits_B,
+        demand_B=demand_B,
+    )
+
+
 def find_index(
     cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -150,7 +255,14 @@ def find_index(
     W], -1: none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence
     have ascending slots without a gap."""
     if not runs_kernels(slots_R):
-        return plain.find_index(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
+        first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None]
+        first_slot_B1 = slots_R[first_B1.clamp(max=len(slots_R) - 1)]
+        rows_BW = first_B1 + starts_B[:, None] - first_slot_B1 + torch.arange(size, device=slots_R.device)
+        has_row_BW = (rows_BW >= first_B1) & (rows_BW < last_B1)
+        rows_BW = torch.where(has_row_BW, rows_BW, -1)
+        if is_mask_R is None:
+            return rows_BW, torch.zeros_like(has_row_BW)
+        return rows_BW, has_row_BW & is_mask_R[rows_BW.clamp(min=0)]
     import triton
 
     from idlm.kernels.row_compaction.kernel import find_kernel
@@ -172,7 +284,9 @@ def spread_index(
     """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that remain (bool) and see the first `ends_B`
     positions of blocks that begin at slots `starts_B`. They are undefined at rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
-        return plain.spread_index(flags_BW, ends_B, starts_B, rows_BW, num_rows)
+        limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
+        keep_R = by_row(flags_BW, rows_BW, num_rows, other=True)
+        return keep_R, by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
     import triton
 
     from idlm.kernels.row_compaction.kernel import spread_kernel
@@ -188,6 +302,42 @@ def spread_index(
         num_warps=1,
     )
     return keep_R, limits_R
+
+
+def by_row(of_positions_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
+    """For each row the value [R] of its position; `other` for rows of no position."""
+    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
+    values_R = torch.full((num_rows + 1,), other, dtype=of_positions_BW.dtype, device=rows_BW.device)
+    return values_R.scatter(0, target_X, of_positions_BW.flatten())[:-1]
+
+
+def allot(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Where the rows of each sequence end if sequences take `needs_B` rows each, those of the
+    highest priority first, then in order; and which do not fit (bool): one that does not and all after it."""
+    order_B = priority_B.argsort(descending=True, stable=True)
+    ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
+    return ends_B, (needs_B > 0) & (ends_B > capacity)
+
+
+def ranks(keys_BW: Tensor, is_candidate_BW: Tensor) -> Tensor:
+    """How many candidates come before each position: larger keys first, the left one of equal keys first.
+
+    Compares all W * W pairs: a sort is not stable on every device, and W is small."""
+    index_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
+    mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
+    is_left_WW = index_W[None, :] < index_W[:, None]
+    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
+    return (is_before_BWW & is_candidate_BW[:, None, :]).sum(-1)
+
+
+def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
+    """Numbers [num_left] of the flagged rows in order, R after the last; those beyond `num_left` are left
+    out."""
+    num_rows, device = len(is_flagged_R), is_flagged_R.device
+    # Rows that are left out go to one more position, which is cut off.
+    index_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)
+    numbers = torch.full((num_left + 1,), num_rows, dtype=torch.int64, device=device)
+    return numbers.scatter_(0, index_R, torch.arange(num_rows, device=device))[:-1]
 
 
 def gather_rows(

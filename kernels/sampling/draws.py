@@ -136,7 +136,15 @@ def judged_draws(
     if the row is greedy (settings as in `row_probs`) or `always_own`."""
     assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
     if isinstance(probs, PlainProbs):
-        return _plain_judged(probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+        assert probs.own_XV is not None and probs.best_X is not None, "these probs lack the model's own"
+        if lanes_B is not None:
+            temperature = temperature[lanes_B].repeat_interleave(len(probs) // max(1, len(lanes_B)))
+        ids_X = invert(probs.probs_XV, uniforms_X)
+        if takes_best_X is not None:
+            ids_X = torch.where(takes_best_X, probs.best_X, ids_X)
+        index_X1 = ids_X[:, None]
+        probs_X, own_X = probs.probs_XV.gather(1, index_X1)[:, 0], probs.own_XV.gather(1, index_X1)[:, 0]
+        return ids_X, torch.where((temperature == 0) | always_own, own_X, probs_X)
     from idlm.kernels.sampling import kernel
 
     num_rows, num_tokens = probs.logits_XV.shape
@@ -154,27 +162,6 @@ def judged_draws(
             num_warps=4,
         )
     return ids_X, confidence_X
-
-
-def _plain_judged(
-    probs: PlainProbs,
-    uniforms_X: Tensor,
-    temperature: Tensor,
-    lanes_B: Tensor | None,
-    takes_best_X: Tensor | None,
-    *,
-    always_own: bool,
-) -> tuple[Tensor, Tensor]:
-    assert probs.own_XV is not None and probs.best_X is not None, "these probs lack the model's own"
-    if lanes_B is not None:
-        temperature = temperature[lanes_B].repeat_interleave(len(probs) // max(1, len(lanes_B)))
-    ids_X = invert(probs.probs_XV, uniforms_X)
-    if takes_best_X is not None:
-        ids_X = torch.where(takes_best_X, probs.best_X, ids_X)
-    is_own_X = (temperature == 0) | always_own
-    index_X1 = ids_X[:, None]
-    probs_X, own_X = probs.probs_XV.gather(1, index_X1)[:, 0], probs.own_XV.gather(1, index_X1)[:, 0]
-    return ids_X, torch.where(is_own_X, own_X, probs_X)
 
 
 def invert(probs_MV: Tensor, uniforms_M: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.block_eviction import BlockKeys, Candidates, block_importance, plain, select_positions
+from idlm.kernels.block_eviction import BlockKeys, Candidates, block_importance, select_positions
+from idlm.kernels.block_eviction.op import plain_importance
 from tests.kernels.references.sparse.block_eviction import importance_reference, select_reference
 
 SHAPES = [
@@ -133,13 +134,8 @@ def check_importance(layer: Layer) -> None:
         layer.is_key_BW.cpu(),
         layer.scale,
     )
-    torchs_BPW = plain.block_importance(
-        wide.q_RNH,
-        wide.rows_BW,
-        wide.keys,
-        is_query_BW=wide.is_query_BW,
-        is_key_BW=wide.is_key_BW,
-        scale=wide.scale,
+    torchs_BPW = plain_importance(
+        wide.q_RNH, wide.rows_BW, wide.keys, wide.is_query_BW, wide.is_key_BW, wide.scale
     )
     allowed = 2 * float((torchs_BPW[:, 0].double() - exact_BW).abs().max()) + 1e-6
     assert not found_BW.isnan().any()

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from idlm.kernels.prefix_ranking.types import RankingPass
+from idlm.kernels.prefix_ranking.op import RankingPass
 
 
 def prefix_scores(ranking: RankingPass, layer: int, sequence: int, kv_head: int) -> Tensor:
