@@ -17,7 +17,7 @@ from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
 from idlm.devices import is_out_of_memory, require_gpu
 from idlm.errors import UserError, some_of
-from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
+from idlm.infer.decoders.base import Decoder, KVWritePolicy, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.memory.base import (
     LOGITS,
@@ -46,8 +46,7 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
-from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
-from idlm.infer.state.page_pool import PagePool, PrefixCache
+from idlm.infer.state.page_pool import KVCache, PagePool, PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.kernels.backend import memory_bytes

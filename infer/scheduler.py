@@ -14,11 +14,11 @@ import itertools
 import math
 from collections.abc import Callable
 
+from idlm.infer.decoders.base import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.request import Request, Waiting
 from idlm.infer.runtime.graphs.pass_costs import PassCosts, prompt_rows
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS
 from idlm.infer.state.batch import Schedule, lane_of
-from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 STEPS_TO_RESTORE = 16

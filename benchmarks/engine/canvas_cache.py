@@ -26,12 +26,12 @@ from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from benchmarks.stream import stream_rate
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
+from idlm.infer.decoders.base import CanvasReuse
 from idlm.infer.decoders.full import FullConfig, FullDecoder
 from idlm.infer.decoders.full_rows import CACHES, active_canvases
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.state.batch import StepPlan, WantedRows
-from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
 
 DEFAULTS = defaults(

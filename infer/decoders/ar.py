@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from idlm.contracts import CHANGES
-from idlm.infer.decoders.base import DECODERS, Decoder, changed_logits, check_causal, plan_rows
-from idlm.infer.decoders.rejection import DraftLayout, layouts
+from idlm.infer.decoders.base import DECODERS, Decoder, changed_logits, check_causal
+from idlm.infer.decoders.rejection import DraftLayout, layouts, plan_rows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.sampling import draw, nonfinite

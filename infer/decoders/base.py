@@ -1,5 +1,5 @@
-"""The decoder contract: plan the rows of a pass, then advance by its predictions. Plus the row layout that
-token-causal decoders share.
+"""The decoder contract: plan the rows of a pass, then advance by its predictions; and what a decoder stores
+(`KVWritePolicy`, numbers that scheduling and memory planning count with).
 
 A new decoder is one file in this folder that registers a subclass of `Decoder`.
 Shapes: B sequences of a pass, R rows packed over sequences, X wanted rows, Z lanes, J drafts."""
@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,16 +19,132 @@ from idlm.config import schema
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.rejection import DraftLayout
 from idlm.infer.decoders.selector import PathSelector
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
-from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
 from idlm.kernels.sampling import Drafts
-from idlm.kernels.step_rows import Noise, pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
+
+KVKind = Literal["append", "block", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasReuse:
+    """How passes over a canvas read keys and values that earlier passes stored and that may be stale. The
+    first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
+    every `interval`-th one from there. Between them at most `num_rows` positions after the known tokens are
+    fed (None: all of them), and `num_before` positions before those."""
+
+    num_rows: int | None
+    num_before: int
+    interval: int | None
+
+    def refreshes(self, num_passes: Any) -> Any:
+        """Whether the pass after `num_passes` passes without a token is a refresh; numbers or tensors."""
+        return num_passes == 0 if self.interval is None else num_passes % self.interval == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVWritePolicy:
+    """Which known tokens have their KV stored, and when.
+
+    `kind`: "append" stores known tokens one by one. Every decoding pass feeds the last known token for its
+    logits, emits at least one token, and stores what it emits but for the last. "block" stores whole groups
+    of `block_size` tokens, counted from the first one, whose rows see one another; a decoding pass may emit
+    nothing, and a later one stores what it emits. "none" stores nothing for later: every pass feeds the whole
+    canvas and computes its keys and values anew; with `reuse` some passes feed a part of it.
+
+    `fused_commit`: a block is stored in the pass that decodes the next one, in rows of its own; else in
+    place of them. `feeds_parts`: a pass may feed some rows of a block and not the others. `has_drafts`:
+    drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token that a decoder which does
+    not append can report; None: no log-probabilities."""
+
+    kind: KVKind = "append"
+    block_size: int = 1
+    fused_commit: bool = True
+    feeds_parts: bool = False
+    has_drafts: bool = False
+    max_logprobs: int | None = None
+    reuse: CanvasReuse | None = None
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether all layers store into the same memory: passes read nothing that earlier ones stored."""
+        return self.kind == "none" and self.reuse is None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Number of known tokens that a decoding pass feeds, and that the next pass stores finally."""
+        return int(self.kind == "append")
+
+    def num_computable(self, num_known: int) -> int:
+        """Of `num_known` tokens, the number that is stored before a pass decodes, or by it."""
+        return 0 if self.kind == "none" else num_known // self.block_size * self.block_size
+
+    def num_reusable(self, num_known: int) -> int:
+        """Known tokens whose KV may come from the prefix cache. The last group is fed for its logits."""
+        return self.num_computable(num_known - 1)
+
+    def num_slots(self, num_known: int, num_rows: int) -> int:
+        """Slots of a sequence of `num_known` tokens in a pass with `num_rows` decoding rows."""
+        return self.num_computable(num_known) - self.num_lookahead_tokens + num_rows
+
+    def num_budgeted(self, num_feed: int, num_rows: int) -> int:
+        """Rows that count against `max_num_batched_tokens`: known tokens after the first group, or
+        canvases."""
+        return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
+
+    def num_decoding_rows(self, num_rows: int, *, num_known: int, num_passes: int | None) -> int:
+        """Decoding rows at most of a sequence that has `num_rows` in any pass. `num_passes`: decoding passes
+        since it last emitted a token; None: unknown."""
+        if self.reuse is None or num_passes is None or self.reuse.refreshes(num_passes):
+            return num_rows
+        num_left, maximum = num_rows - num_known, self.reuse.num_rows
+        return self.reuse.num_before + (num_left if maximum is None else min(num_left, maximum))
+
+    def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
+        """Decoding rows of a pass at most. A canvas is fed whole as soon as some of the `budget` is left."""
+        maximum = num_sequences * num_rows
+        return min(maximum, budget + num_rows) if self.kind == "none" else maximum
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise UserError IDLM-0455 for `tau` without drafts, IDLM-0449 for logprobs that cannot be
+        reported."""
+        if params.tau > 0 and not self.has_drafts:
+            raise UserError(
+                "IDLM-0455",
+                f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
+                fix="leave tau out (0), or use decoder=isd",
+            )
+        if self.kind == "append":
+            return
+        if params.logprobs is not None and self.max_logprobs is None:
+            raise UserError(
+                "IDLM-0449",
+                f"logprobs={params.logprobs}: this decoder cannot report log-probabilities, because a token "
+                "is emitted some passes after it was drawn, when its distribution is gone",
+                fix="leave logprobs out, or use decoder=ar or isd (token-causal checkpoints) or block (block-"
+                "causal ones without edits)",
+            )
+        if params.logprobs is not None and params.logprobs > (self.max_logprobs or 0):
+            raise UserError(
+                "IDLM-0449",
+                f"logprobs={params.logprobs}: this decoder stores {self.max_logprobs} alternatives at most",
+                fix=f"give logprobs <= {self.max_logprobs}",
+            )
+        if params.prompt_logprobs is not None:
+            raise UserError(
+                "IDLM-0449",
+                f"prompt_logprobs={params.prompt_logprobs}: the rows of this decoder's prompts see tokens "
+                "after them, so they have no log-probabilities of the next one",
+                fix="leave prompt_logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+            )
+
+
+TOKEN_BY_TOKEN = KVWritePolicy()
+"""The policy of token-causal decoding without drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,54 +351,6 @@ def check_causal(semantics: Semantics, decoder: str) -> None:
             f"causality={semantics.causality!r}, logit_shift={semantics.logit_shift}",
             fix="leave the decoder out, which takes the one that fits, or correct idlm_config.json",
         )
-
-
-def plan_rows(
-    table: SequenceState,
-    batch: Batch,
-    *,
-    layout: DraftLayout,
-    mask_token_id: int | Noise,
-    draft_buffer_Z: Tensor | None = None,
-    drafts_ZJ: Tensor | None = None,
-    is_packed: bool = False,
-) -> StepPlan:
-    """Lay out known tokens up to the pending one, then drafts and masks of the layout. If `is_packed` and no
-    sequence feeds a prompt, logits are computed of the rows alone: sequences have different numbers of them.
-
-    There is no prefill branch: masks follow a prompt if `samples_B`, never because of a row count. A
-    sequence of full length feeds its pending token again and decodes nothing."""
-    lanes_B, width = batch.lanes_B, layout.max_width
-    packed = pack_rows(
-        table.lanes(draft_buffer_Z, drafts_ZJ),
-        layout.rows,
-        lanes_B=lanes_B,
-        num_feed_B=batch.num_feed_B,
-        wants_B=batch.samples_B,
-        num_rows=batch.num_rows,
-        mask_token_id=mask_token_id,
-    )
-    columns, logit_rows_X = row_columns(packed), packed.logit_rows_X
-    first_logit_B, logit_lanes_X = torch.arange(len(lanes_B), device=table.device) * width, None
-    if is_packed and batch.max_feed == 1 and batch.decides:
-        logit_rows_X = torch.arange(len(packed.token_ids_R), device=table.device)
-        first_logit_B, logit_lanes_X = packed.cu_rows_B1[:-1], lanes_B[packed.sequence_R]
-    if width == 1:
-        columns["is_mask_R"] = None
-    return StepPlan(
-        lanes_B=lanes_B,
-        **columns,
-        logit_rows_X=logit_rows_X,
-        first_logit_B=first_logit_B,
-        logit_lanes_X=logit_lanes_X,
-        num_feed_B=batch.num_feed_B,
-        samples_B=packed.samples_B,
-        advances_B=packed.advances_B,
-        max_rows=batch.max_feed - 1 + width,
-        decoding_rows=width,
-        # An earlier pass, in a wider mode, may have gone past the end of a sequence.
-        max_slots=batch.max_known - 1 + max(width, layout.max_stride),
-    )
 
 
 def changed_logits(

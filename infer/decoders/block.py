@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idlm.contracts import CHANGES, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
+from idlm.infer.decoders.base import DECODERS, Decoder, KVWritePolicy, StrideMode
 from idlm.infer.decoders.block_config import (
     NO_EDITS,
     REQUEST_OPTIONS,
@@ -33,7 +33,6 @@ from idlm.infer.decoders.block_config import (
 )
 from idlm.infer.decoders.block_rows import MAX_TOP, DecidedScores, deciding, plan_blocks, without_dropped
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
-from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import (
     BlockLanes,

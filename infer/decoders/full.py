@@ -20,7 +20,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_length
+from idlm.infer.decoders.base import DECODERS, CanvasReuse, Decoder, KVWritePolicy, StrideMode, answer_length
 from idlm.infer.decoders.full_config import (
     NO_FACTOR,
     NO_THRESHOLD,
@@ -62,7 +62,6 @@ from idlm.infer.state.batch import (
     fill_lanes,
     to_device,
 )
-from idlm.infer.state.kv_cache import CanvasReuse, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import PASSES_BITS
 from idlm.kernels.sampling import judged_draws, nonfinite

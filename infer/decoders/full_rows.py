@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from idlm.infer.decoders.base import CanvasReuse
 from idlm.infer.state.batch import Batch, FedCanvases, StepPlan
-from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.registry import Registry
 
 REFRESH_INTERVAL = 8

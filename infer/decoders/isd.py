@@ -21,10 +21,10 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import (
     DECODERS,
     Decoder,
+    KVWritePolicy,
     StrideMode,
     changed_logits,
     check_causal,
-    plan_rows,
 )
 from idlm.infer.decoders.rejection import (
     NO_ROW,
@@ -32,11 +32,11 @@ from idlm.infer.decoders.rejection import (
     DraftBuffer,
     DraftLayout,
     layouts,
+    plan_rows,
     strategy_of,
 )
 from idlm.infer.decoders.selector import MaskRows
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
-from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.prompt_lookup import LONGEST, look_up
 from idlm.kernels.sampling import Verdict, draft_probs, draw_stored, emit_and_draft, nonfinite, put, verify

@@ -8,8 +8,9 @@ hangs K groups, on the pending token, on the last draft and evenly between them.
 they are dear: a pass that verifies feeds no masks, and the next one only drafts, for N rows. Any distribution
 that is known exactly when the draft is drawn is a valid q, hence all of them emit the AR law. So does leaving
 out drafts by a choice that does not look at them, which is how the stride changes; a sequence may change its
-layouts after any step. Shapes: Y draft buffers, W rows of the widest layout, A = num_masks + 1 possible
-counts of accepted drafts, J = num_masks drafts."""
+layouts after any step. `plan_rows` feeds these rows, as every token-causal decoder feeds its rows. Shapes:
+Y draft buffers, B sequences of the step, R rows, X wanted rows, Z lanes, W rows of the widest layout, A =
+num_masks + 1 possible counts of accepted drafts, J = num_masks drafts."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ import torch
 from torch import Tensor
 
 from idlm.acceptance import cumulative_acceptance, tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.infer.state.batch import Batch, StepPlan, row_columns
+from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.sampling import LayoutTables
-from idlm.kernels.step_rows import MASK, RowTable
+from idlm.kernels.step_rows import MASK, Noise, RowTable, pack_rows
 from idlm.registry import Registry
 
 
@@ -310,3 +313,51 @@ class DraftLayout:
             draft_rows_YAJ=stack(draft_rows, max_drafts, NO_ROW).view(shape),
             next_layouts_YA=stack(next_layouts, max_drafts + 1),
         )
+
+
+def plan_rows(
+    table: SequenceState,
+    batch: Batch,
+    *,
+    layout: DraftLayout,
+    mask_token_id: int | Noise,
+    draft_buffer_Z: Tensor | None = None,
+    drafts_ZJ: Tensor | None = None,
+    is_packed: bool = False,
+) -> StepPlan:
+    """Lay out known tokens up to the pending one, then drafts and masks of the layout. If `is_packed` and no
+    sequence feeds a prompt, logits are computed of the rows alone: sequences have different numbers of them.
+
+    There is no prefill branch: masks follow a prompt if `samples_B`, never because of a row count. A
+    sequence of full length feeds its pending token again and decodes nothing."""
+    lanes_B, width = batch.lanes_B, layout.max_width
+    packed = pack_rows(
+        table.lanes(draft_buffer_Z, drafts_ZJ),
+        layout.rows,
+        lanes_B=lanes_B,
+        num_feed_B=batch.num_feed_B,
+        wants_B=batch.samples_B,
+        num_rows=batch.num_rows,
+        mask_token_id=mask_token_id,
+    )
+    columns, logit_rows_X = row_columns(packed), packed.logit_rows_X
+    first_logit_B, logit_lanes_X = torch.arange(len(lanes_B), device=table.device) * width, None
+    if is_packed and batch.max_feed == 1 and batch.decides:
+        logit_rows_X = torch.arange(len(packed.token_ids_R), device=table.device)
+        first_logit_B, logit_lanes_X = packed.cu_rows_B1[:-1], lanes_B[packed.sequence_R]
+    if width == 1:
+        columns["is_mask_R"] = None
+    return StepPlan(
+        lanes_B=lanes_B,
+        **columns,
+        logit_rows_X=logit_rows_X,
+        first_logit_B=first_logit_B,
+        logit_lanes_X=logit_lanes_X,
+        num_feed_B=batch.num_feed_B,
+        samples_B=packed.samples_B,
+        advances_B=packed.advances_B,
+        max_rows=batch.max_feed - 1 + width,
+        decoding_rows=width,
+        # An earlier pass, in a wider mode, may have gone past the end of a sequence.
+        max_slots=batch.max_known - 1 + max(width, layout.max_stride),
+    )

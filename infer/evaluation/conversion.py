@@ -27,7 +27,7 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import Prompt
 from idlm.infer.runtime.logprobs import ROWS_AT_ONCE
 from idlm.infer.runtime.model_runner import PagedKV
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.text.markdown import table
 
 MAX_KL, MIN_AGREEMENT = 0.03, 0.93

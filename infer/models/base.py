@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.kernels.experts.types import Routing
 from idlm.kernels.peer_sum import PeerBoxes, PeerMemory, peer_sum_rms_norm
 from idlm.kernels.rms_norm import add_rms_norm

@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 
 from idlm.errors import UserError
+from idlm.infer.decoders.base import KVWritePolicy
 from idlm.infer.models.base import USUAL
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
@@ -30,7 +31,6 @@ from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.model_runner import PassRunner
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows
-from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 MAX_PLANS = 256

@@ -32,8 +32,7 @@ from idlm.infer.state.batch import (
     WantedRows,
     to_device,
 )
-from idlm.infer.state.kv_cache import KVCache
-from idlm.infer.state.page_pool import PagePool
+from idlm.infer.state.page_pool import KVCache, PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.paged_attention import AttentionRows, BackendPlan, HeadShape, plan_attention
 from idlm.kernels.step_rows import map_slots

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import ActiveBlocks, StepPlan, fill_lanes
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.kernels.paged_attention import BeforeBlock, HeadShape
 from idlm.registry import Registry
 from idlm.semantics import Semantics

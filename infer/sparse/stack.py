@@ -35,7 +35,7 @@ from idlm.infer.sparse.accelerator import (
     ascending,
 )
 from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.kernels.paged_attention import BackendPlan
 from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, find_index, retain_wanted
 

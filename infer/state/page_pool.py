@@ -1,8 +1,10 @@
-"""The books of KV pages: pages of `page_size` slots, handed to lanes and taken back.
+"""Keys and values in pages: the books of pages of `page_size` slots, handed to lanes and taken back, and the
+memory of the slots (`KVCache`).
 
 Commit is a pointer (`SequenceState.num_computed_Z`): the next pass overwrites the slots after it, so rejected
 drafts and masks need no clean-up. Pages that lie wholly before it are final, and lanes share them.
-Shapes: Z lanes, P pages of the longest sequence."""
+Shapes: Z lanes, B sequences, P pages of the longest one, S physical slots, K KV heads, H head dim, R rows of
+a pass, N query heads, C listed slots."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import to_device
+from idlm.kernels.paged_attention import BackendPlan, BeforeBlock, paged_attention
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,3 +260,57 @@ class PagePool:
         self._num_refs[page] -= 1
         if self._num_refs[page] == 0 and (self.cache is None or not self.cache.make_evictable(page)):
             self._free.append(page)
+
+
+class KVCache:
+    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
+
+    `shape`: layers, S, K, H. One layer's memory serves all if passes compute all KV anew: a layer stores
+    those of all rows before any row attends, and nothing reads them after the layer. `scales` [2, layers, K]:
+    stored keys and values are divided by them; None is 1."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Tensor | None = None,
+    ) -> None:
+        self.scales = scales
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, K, H] of a layer."""
+        number = min(number, len(self.keys) - 1)
+        return self.keys[number], self.values[number]
+
+    def layer_scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Scales [K] of a layer's keys and values; None is 1."""
+        return (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
+
+    def attend(
+        self,
+        number: int,
+        q_RNH: Tensor,
+        plan: BackendPlan,
+        *,
+        scale: float,
+        lists_BKC: Tensor | None = None,
+        before: BeforeBlock | None = None,
+    ) -> Tensor:
+        """Attention output [R, N, H] of the rows of `plan` over the layer; see `paged_attention`."""
+        keys, values = self.layer(number)
+        k_scale_K, v_scale_K = self.layer_scales(number)
+        return paged_attention(
+            q_RNH,
+            keys,
+            values,
+            plan,
+            scale=scale,
+            k_scale_K=k_scale_K,
+            v_scale_K=v_scale_K,
+            lists_BKC=lists_BKC,
+            before=before,
+        )

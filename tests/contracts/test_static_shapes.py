@@ -12,6 +12,7 @@ import pytest
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.decoders.base import KVWritePolicy
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.graphs import pass_shape as buckets
@@ -19,7 +20,6 @@ from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner, StepResult
 from idlm.infer.sparse.row_reservation import head_bucket, head_buckets
 from idlm.infer.state.batch import Schedule, StepPlan, WantedRows
-from idlm.infer.state.kv_cache import KVWritePolicy
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders import isd
-from idlm.infer.decoders.base import plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
-from idlm.infer.decoders.rejection import RowLayout, Tree
+from idlm.infer.decoders.rejection import RowLayout, Tree, plan_rows
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from idlm.errors import UserError
+from idlm.infer.decoders.base import KVWritePolicy
 from idlm.infer.distributed.launcher import TensorParallelGroup
 from idlm.infer.models.loader import read_outline
 from idlm.infer.mosaic.canvas_runner import resolve_canvases
 from idlm.infer.settings import EngineSettings
-from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import answers, build_engine, clear_answers, greedy, prompts_of

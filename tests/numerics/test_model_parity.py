@@ -14,7 +14,7 @@ import torch
 
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.model_runner import PagedKV
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from tests.toy import load_model
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams, TokenLogprob
 from idlm.errors import UserError
+from idlm.infer.decoders.base import KVWritePolicy
 from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.runtime import logprobs
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import WantedRows
-from idlm.infer.state.kv_cache import KVWritePolicy
 from tests.contracts.engines import (
     CYCLE,
     MASK_ID,

@@ -6,10 +6,9 @@ import bisect
 from dataclasses import dataclass
 from typing import Any
 
-from idlm.infer.decoders.base import Decoder
+from idlm.infer.decoders.base import Decoder, KVWritePolicy
 from idlm.infer.sparse.row_reservation import head_bucket, row_capacity
 from idlm.infer.state.batch import BlockLimits, CanvasLimits, PassRows, Schedule
-from idlm.infer.state.kv_cache import KVWritePolicy
 
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
 """Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a

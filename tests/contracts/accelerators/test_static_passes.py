@@ -24,7 +24,7 @@ from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.runtime.worker import InflightStep
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.infer.sparse.stack import SparseKV
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import KVCache
 from idlm.kernels.row_compaction import flagged
 from tests.accelerator_reference import SlowLists
 from tests.block_reference import Sampling

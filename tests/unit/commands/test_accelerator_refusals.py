@@ -13,10 +13,10 @@ from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.cli.config import take_accelerator_options, with_options
 from idlm.infer.cli.generate import HELP
+from idlm.infer.decoders.base import TOKEN_BY_TOKEN
 from idlm.infer.settings import EngineSettings, as_options
 from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
-from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN
 from idlm.kernels.paged_attention import HeadShape
 from idlm.semantics import Semantics
 

@@ -14,9 +14,9 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build
+from idlm.infer.decoders.base import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings, check_options
-from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.semantics import FILE_NAME, Semantics
 from tests.toy import write_toy_checkpoint
 

@@ -11,12 +11,12 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer import build
+from idlm.infer.decoders.base import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.pass_costs import MAX_SLOWDOWNS, PassCosts, prompt_rows
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import Schedule
-from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 SLOT_ROWS = 184 * 147_456 / 16.4e9
