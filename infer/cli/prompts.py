@@ -13,6 +13,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.contracts import RECORD_KEYS, SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import json_lines, json_problem, opened
+from idlm.files.records import without_nulls
 from idlm.infer.cli.config import check_text
 from idlm.text.templates import render
 
@@ -20,7 +21,7 @@ SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL_KEYS = ("tool_calls", "function_call")
-WRITE_TURN = 'write {"role": "user", "content": "..."}, both texts'
+WRITE_TURN = 'write {"role": "user", "content": "..."}, both texts, or parts of type text'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +103,15 @@ def _record(where: str, record: Any) -> dict[str, Any]:
             f"{where} is not valid JSON: {json_problem(record)}",
             fix="one JSON object per line, in UTF-8; plain text is piped in (< FILE), without input=",
         ) from record
-    if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
-        raise UserError("IDLM-0433", f"{where} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
-    check_text(where, json.dumps(record, ensure_ascii=False))
-    return record
+    given = record if isinstance(record, dict) else {}
+    # Tables write null where a row has no value.
+    own = without_nulls({key: value for key, value in given.items() if key in KEYS})
+    if sum(key in own for key in SHAPES) != 1:
+        fix = "jq -c '.[]' FILE writes lines" if isinstance(record, list) else 'write {"prompt": "..."}'
+        raise UserError("IDLM-0433", f"{where} needs exactly one of {SHAPES}", fix=fix)
+    found = own | {key: value for key, value in given.items() if key not in KEYS}
+    check_text(where, json.dumps(found, ensure_ascii=False))
+    return found
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,6 +154,7 @@ def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> A
     _check_prompt(location, shape, prompt)
     if shape != "messages":
         return prompt
+    prompt = [{**message, "content": _joined(message.get("content"))} for message in prompt]
     num_open = len(prompt)
     while num_open and prompt[num_open - 1].get("role") == "assistant":
         num_open -= 1
@@ -168,7 +175,7 @@ def _check_prompt(location: str, shape: str, prompt: Any) -> None:
     if not isinstance(prompt, kind):
         problem, fix = f"is {prompt!r}", f"give a {kind.__name__}"
     elif not prompt:
-        problem, fix = "is empty", "give at least one token"
+        problem, fix = "is empty", "give at least one token or message"
     elif shape == "prompt_ids":
         bad = [token for token in prompt if isinstance(token, bool) or not isinstance(token, int)]
         problem, fix = f"holds {bad[0]!r}" if bad else "", "give whole numbers"
@@ -177,6 +184,13 @@ def _check_prompt(location: str, shape: str, prompt: Any) -> None:
         problem, fix = f"hold {bad[0]!r}" if bad else "", WRITE_TURN
     if problem:
         raise UserError("IDLM-0436", f"{location}: {shape} {problem}", fix=fix)
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content in parts, as OpenAI's clients write it; anything else as it is."""
+    parts = [part if isinstance(part, dict) else {} for part in content] if isinstance(content, list) else []
+    are_texts = [part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts]
+    return "".join(part["text"] for part in parts) if parts and all(are_texts) else content
 
 
 def _check_turns(location: str, messages: Sequence[Mapping[str, Any]]) -> None:

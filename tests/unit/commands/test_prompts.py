@@ -89,7 +89,11 @@ def test_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: A
         (CALL | {"content": "x"}, "a turn with tool_calls", "leave tool_calls out"),
         ({"role": "usr", "content": "x"}, "a turn of the role 'usr'; did you mean 'user'?", "'assistant'"),
         ({"role": "human", "content": "x"}, "a turn of the role 'human'", "'user'"),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "'type': 'text'", "both texts"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
+            "'type': 'image_url'",
+            "both texts, or parts of type text",
+        ),
     ],
 )
 def test_turns_that_a_template_would_leave_out_are_refused(
@@ -99,6 +103,20 @@ def test_turns_that_a_template_would_leave_out_are_refused(
     assert (error.code, fix in error.fix) == ("IDLM-0436", True), error.fix
     assert problem in error.message
     assert _read(tmp_path / "in", {"messages": [USER, ANSWER | {"tool_calls": []}, USER]})
+
+
+def test_a_content_may_be_in_parts_of_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    [line] = _read(tmp_path / "in", {"messages": [USER | {"content": parts}]})
+    assert line.prompt == [{"role": "user", "content": "xy"}]
+
+
+def test_nulls_of_tables_are_absent(tmp_path: Path) -> None:
+    row = {"id": None, "messages": None, "prompt": "x", "sampling": {"seed": 3, "top_k": None}, "level": None}
+    [line] = _read(tmp_path / "in", row, carry_keys=True)
+    assert (line.request_id, line.prompt, line.params) == ("1", "x", SamplingParams(seed=3))
+    assert line.carried == {"level": None}
+    assert "jq" in _refusal(tmp_path / "in", [row]).fix
 
 
 def test_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
