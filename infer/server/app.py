@@ -131,6 +131,10 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         about = {"name": "idlm", "version": __version__, "model": service.model_name}
         return json_response({**about, "status": service.status, "routes": paths, "schema": app.openapi_url})
 
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
     @app.get("/health")
     async def health() -> Response:
         """Whether the server lives; it lives while it starts an engine again."""

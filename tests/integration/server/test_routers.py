@@ -100,6 +100,14 @@ def test_what_the_router_adds_to_requests_changes_nothing(server: Running) -> No
         assert (status, error["param"]) == (400, field)
 
 
+def test_probes_by_head_are_answered_as_those_by_get(server: Running) -> None:
+    for path in ("/health", "/ready", "/v1/models", "/version"):
+        whole, head = server.client.get(path), server.client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert server.client.head("/v1/completions").status_code == 405
+
+
 def test_the_older_name_of_model_info_is_served(server: Running) -> None:
     answers = [server.client.get(path) for path in ("/model_info", "/get_model_info")]
     assert [answer.status_code for answer in answers] == [200, 200]
