@@ -60,6 +60,7 @@ def routes(service: Service) -> FastAPI:
     _add_generation(app, service)
     _add_responses(app, service)
     _add_descriptions(app, service)
+    app.add_api_route("/version", lambda: json_response({"version": __version__}))
     return app
 
 
@@ -130,10 +131,6 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         paths = [path for path in app.openapi()["paths"] if path != "/docs"]
         about = {"name": "idlm", "version": __version__, "model": service.model_name}
         return json_response({**about, "status": service.status, "routes": paths, "schema": app.openapi_url})
-
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
 
     @app.get("/health")
     async def health() -> Response:

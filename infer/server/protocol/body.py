@@ -4,10 +4,10 @@ answer must match (`ConstraintFields`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import Constraint, ConstraintKind
@@ -22,7 +22,9 @@ IGNORED = frozenset(
         *("prompt_cache_retention", "prompt_cache_options", "request_id", "prediction"),
         "client_metadata",
         # Of messages, their parts and their calls: what other servers and clients store there.
-        *("annotations", "cache_control", "provider_specific_fields", "index", "phase"),
+        *("annotations", "cache_control", "provider_specific_fields", "index", "phase", "id", "type"),
+        *("status", "parsed", "token_ids", "extra_content", "reasoning_details", "thinking_blocks"),
+        *("timestamp", "created_at", "createdAt"),
     )
 )
 """Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
@@ -32,10 +34,8 @@ NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {M
 """Why `is_json` does not hold."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "functions": ([],),
     "verbosity": ("medium",),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -51,24 +51,32 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
     "include_obfuscation": (False,),
+    "return_tokens_as_token_ids": (False,),
     # Other engines' own values where a client sends nothing.
-    "bad_words": ([],),
-    "logits_processors": ([],),
     "detokenize": (True,),
     # Of the Responses API.
     "background": (False,),
     "truncation": ("disabled",),
-    **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
-    "context_management": ([],),
     "summary": ("auto", "detailed", "none"),
     "defer_loading": (False,),
     "allowed_callers": (["direct"],),
+    **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
+    **dict.fromkeys(("context_management", "truncate_prompt_tokens", "bad_words", "logits_processors"), ()),
+    **dict.fromkeys(("suffix", "functions", "audio"), ()),
 }
-"""Fields that are not supported, and their values that have no effect."""
+"""Fields that are not supported, and their values that have no effect, but for empty ones."""
+OTHER_PARTS = {
+    **dict.fromkeys(("image_url", "image", "input_image"), "images"),
+    **dict.fromkeys(("video_url", "video"), "videos"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sounds"),
+    **dict.fromkeys(("file", "input_file"), "files"),
+}
+"""Types of parts of messages, and what they hold."""
 Choices = Annotated[list[Text], Field(min_length=1)]
 Schema = dict[str, Any] | Text
+GUIDES: Mapping[str, ConstraintKind]
+GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 class Body(BaseModel):
@@ -77,11 +85,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     def check(self, location: str = "") -> None:
-        """Raise ApiError for a field, here or in an object within, that is unknown or not supported; null is
-        absent. `location` begins the names of fields: `messages.0.`."""
+        """Raise ApiError for a field, here or in an object within, that is unknown or not supported; an empty
+        one is absent. `location` begins the names of fields: `messages.0.`."""
         for name, value in (self.model_extra or {}).items():
             param = f"{location}{name}"
-            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+            if value in (None, "", [], {}) or name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
             if name in NEUTRAL:
                 allowed = " or ".join(map(repr, NEUTRAL[name]))
@@ -95,6 +103,37 @@ class Body(BaseModel):
             elif isinstance(value, list) and value and isinstance(value[0], Body):
                 for number, part in enumerate(value):
                     part.check(f"{location}{name}.{number}.")
+
+
+class TextPart(Body):
+    """A part of a message. Models here read text alone, and the server fetches nothing."""
+
+    TYPES: ClassVar[tuple[str, ...]] = ("text", "input_text", "output_text")
+    type: Unicode
+    text: Unicode | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, value: Any) -> Any:
+        """A text alone is a part, and so is what a model has refused with."""
+        if isinstance(value, dict) and value.get("type") == "refusal":
+            return {"type": "output_text", "text": value.get("refusal")}
+        return {"type": "text", "text": value} if isinstance(value, str) else value
+
+    def check(self, location: str = "") -> None:
+        """Also a part that is no text, whose fields are unknown here."""
+        if self.type not in self.TYPES:
+            what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
+            rule = f"{what} are not supported; the model reads text"
+            raise FieldError(f"{location}type", rule, code="unsupported_parameter")
+        if self.text is None:
+            raise FieldError(f"{location}text", "Field required")
+        super().check(location)
+
+
+def joined_text(content: str | Sequence[TextPart] | None) -> str:
+    """The text of a message; nothing separates its parts."""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 
 
 def is_json(value: Any) -> bool:
@@ -188,17 +227,11 @@ class ConstraintFields(Body):
 
     def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
         """Field, kind and text of every constraint in a field, unchecked."""
-        outputs = self.structured_outputs or StructuredOutputs()
+        outputs = (self.structured_outputs or StructuredOutputs()).model_dump(by_alias=True)
         given: list[tuple[str, ConstraintKind, Any]] = [
-            ("structured_outputs.json", "json_schema", outputs.json_),
-            ("structured_outputs.regex", "regex", outputs.regex),
-            ("structured_outputs.choice", "choice", outputs.choice),
-            ("structured_outputs.grammar", "grammar", outputs.grammar),
-            ("structured_outputs.json_object", "json_object", "" if outputs.json_object else None),
-            ("guided_json", "json_schema", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "choice", self.guided_choice),
-            ("guided_grammar", "grammar", self.guided_grammar),
+            *((f"structured_outputs.{name}", kind, outputs[name]) for name, kind in GUIDES.items()),
+            ("structured_outputs.json_object", "json_object", "" if outputs["json_object"] else None),
+            *((f"guided_{name}", kind, getattr(self, f"guided_{name}")) for name, kind in GUIDES.items()),
         ]
         answer = self.response_format or ResponseFormat(type="text")
         if answer.json_schema is not None and answer.type != "json_schema":

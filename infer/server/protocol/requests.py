@@ -5,9 +5,9 @@ unless its value changes nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,18 +22,21 @@ from idlm.infer.server.protocol.body import (
     Body,
     ConstraintFields,
     Text,
+    TextPart,
     Unicode,
     is_json,
+    joined_text,
 )
 from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
+
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Count = Annotated[int, Field(strict=False, ge=1, le=MAX_INTEGER)]
+NumLogprobs = Annotated[int, Field(strict=False, ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -42,21 +45,13 @@ Biases = dict[
 ]
 DecoderOptions = Annotated[dict[Unicode, bool | Integer | Number | Unicode | None], Field(max_length=32)]
 
-OTHER_PARTS = {
-    **dict.fromkeys(("image_url", "image", "input_image"), "images"),
-    **dict.fromkeys(("video_url", "video"), "videos"),
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sounds"),
-    **dict.fromkeys(("file", "input_file"), "files"),
-}
-"""Types of parts of messages, and what they hold."""
-
 
 class CalledFunction(BaseModel):
     """A call of an earlier answer; `arguments` is a JSON object, or empty. Servers may have added fields."""
 
     model_config = ConfigDict(strict=True)
     name: Text
-    arguments: Unicode
+    arguments: Unicode | dict[str, Any] | None = None
 
 
 class ToolCall(BaseModel):
@@ -69,11 +64,11 @@ class ToolCall(BaseModel):
 
     def plain(self, location: str) -> dict[str, Any]:
         """The call for a chat template, which writes arguments as JSON; `location`: of its function."""
-        called = self.function
+        called, arguments = self.function, self.function.arguments or {}
         try:
-            arguments = json.loads(called.arguments or "{}")
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
-            arguments = None
+            arguments = ""
         if not isinstance(arguments, dict) or not is_json(arguments):
             raise FieldError(f"{location}.arguments", f"not a JSON object of at most {MAX_NESTED} levels")
         function = {"name": called.name, "arguments": arguments}
@@ -148,17 +143,17 @@ class SamplingFields(ConstraintFields):
     n: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
+    seed: Annotated[int, Field(strict=False, ge=-1, le=MAX_INTEGER)] | None = None
     stop: Annotated[str, Field(max_length=MAX_STOP_LENGTH)] | StopTexts | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(strict=False, ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Biases | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(strict=False, ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Field(strict=False, ge=0, le=MAX_INTEGER)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     decoder_options: DecoderOptions | None = None
@@ -200,34 +195,12 @@ class SamplingFields(ConstraintFields):
         return replace(defaults, **changed | ({"seed": None} if self.seed == -1 else {}))
 
 
-class TextPart(Body):
-    """A part of a message. Models here read text alone, and the server fetches nothing."""
-
-    TYPES: ClassVar[tuple[str, ...]] = ("text",)
-    type: Unicode
-    text: Unicode | None = None
-
-    def check(self, location: str = "") -> None:
-        """Also a part that is no text, whose fields are unknown here."""
-        if self.type not in self.TYPES:
-            what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
-            rule = f"{what} are not supported; the model reads text"
-            raise FieldError(f"{location}type", rule, code="unsupported_parameter")
-        if self.text is None:
-            raise FieldError(f"{location}text", "Field required")
-        super().check(location)
-
-
-def joined_text(content: str | Sequence[TextPart] | None) -> str:
-    """The text of a message; nothing separates its parts."""
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
-
-
 class ChatMessage(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Unicode | list[TextPart] | None = None
+    refusal: Unicode | None = None
     name: Unicode | None = None
     reasoning_content: Unicode | None = None
     reasoning: Unicode | None = None
@@ -240,7 +213,7 @@ class ChatMessage(Body):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def plain(self, location: str) -> dict[str, Any]:
-        message = {"role": self.role, "content": joined_text(self.content)}
+        message = {"role": self.role, "content": joined_text(self.content) or self.refusal or ""}
         named = {"name": self.name, "reasoning_content": self.thought, "tool_call_id": self.tool_call_id}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())
@@ -250,20 +223,26 @@ class ChatMessage(Body):
     def check(self, location: str = "") -> None:
         """Also what a message of its role has not, or must have."""
         super().check(location)
-        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        for name, role in (("tool_calls", "assistant"), ("refusal", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 raise FieldError(f"{location}{name}", f"only messages of role {role} have it")
         if self.reasoning is not None and self.reasoning != self.thought:
             raise FieldError(f"{location}reasoning", "differs from reasoning_content; give one of them")
-        # An answer may have been calls alone, or reasoning that was cut off.
-        if self.content is None and self.tool_calls is None and self.thought is None:
+        # An answer may have been calls alone, or reasoning that was cut off, which not all clients send back.
+        if self.content is None and self.role != "assistant":
             raise FieldError(f"{location}content", "Field required")
 
 
 class TemplateOptions(Body):
-    """Arguments of the chat template that a request may set."""
+    """Variables of the chat template that a request sets; two of them switch reasoning on or off."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+    def check(self, location: str = "") -> None:
+        """Only whether it is JSON: which further names are known, the template decides."""
+        if not is_json(self.model_extra):
+            raise FieldError(location.removesuffix("."), NOT_JSON)
 
 
 class ChatRequest(SamplingFields):
@@ -347,22 +326,27 @@ class ChatRequest(SamplingFields):
             raise FieldError("top_logprobs", "needs logprobs=true")
 
     def template_kwargs(self, template: str) -> dict[str, Any]:
-        """What else the template gets: the effort, if it has a variable for it."""
-        effort = self.reasoning_effort
-        return {} if effort is None or "reasoning_effort" not in template else {"reasoning_effort": effort}
+        """What else the template gets: the effort, if it has a variable for it, and arguments of the client.
+        Raises ApiError for those that it has no variable for."""
+        given = (self.chat_template_kwargs and self.chat_template_kwargs.model_extra) or {}
+        for name in given:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise FieldError(f"chat_template_kwargs.{name}", "the model's chat template does not read it")
+        has_effort = self.reasoning_effort is not None and "reasoning_effort" in template
+        return {"reasoning_effort": self.reasoning_effort} | given if has_effort else given
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""
-        nested = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
-        given = [value for value in (self.enable_thinking, nested, default) if value is not None]
-        return given[0] if given else None
+        options = self.chat_template_kwargs or TemplateOptions()
+        values = (self.enable_thinking, options.enable_thinking, options.thinking, default)
+        return next((value for value in values if value is not None), None)
 
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. A prompt is text without a template, or token ids."""
 
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    max_tokens: Annotated[int, Field(strict=False, ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
 

@@ -17,8 +17,10 @@ from idlm.infer.server.protocol.body import (
     NamedSchema,
     ResponseFormat,
     Text,
+    TextPart,
     Unicode,
     is_json,
+    joined_text,
 )
 from idlm.infer.server.protocol.requests import (
     MAX_MESSAGES,
@@ -33,10 +35,8 @@ from idlm.infer.server.protocol.requests import (
     NumLogprobs,
     SamplingFields,
     TemplateOptions,
-    TextPart,
     Tool,
     ToolCall,
-    joined_text,
 )
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -59,7 +59,7 @@ def new_id(kind: str) -> str:
 class ItemPart(TextPart):
     """A part of an item; `logprobs` come with answers that a client sends back."""
 
-    TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+    TYPES = (*TextPart.TYPES, "reasoning_text", "summary_text")
     logprobs: Any = None
 
 

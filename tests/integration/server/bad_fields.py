@@ -73,6 +73,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         )
         for name, bad in (
             ("arguments", {"arguments": "{"}),
+            ("arguments", {"arguments": {"a": "\ud800"}}),
             ("arguments", {"arguments": '{"a": "\\ud800"}'}),
             ("arguments", {"arguments": '{"a": 1e999}'}),
             ("arguments", {"arguments": '{"a": ' * 101 + "1" + "}" * 101}),
@@ -94,6 +95,15 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": tool(name="g")}, "tool_choice.function.name"),
     (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": "required", "guided_regex": "1"}, "tools"),
     (CHAT, {**VALID[CHAT], "tools": [tool()], "guided_json": "no json"}, "guided_json"),
+    (
+        CHAT,
+        {**VALID[CHAT], "chat_template_kwargs": {"enable_thinking": 1}},
+        "chat_template_kwargs.enable_thinking",
+    ),
+    (CHAT, {**VALID[CHAT], "chat_template_kwargs": {"tone": "dry"}}, "chat_template_kwargs.tone"),
+    (CHAT, {**VALID[CHAT], "chat_template_kwargs": {"tone": "\ud800"}}, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "refusal": "b"}]}, "messages.0.refusal"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
     (CHAT, {**VALID[CHAT], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     (CHAT, {**VALID[CHAT], "response_format": {"type": "yaml"}}, "response_format.type"),
@@ -117,9 +127,12 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"max_tokens": 5}, "max_tokens"),
             ({"response_format": {"type": "text"}}, "response_format"),
-            ({"messages": []}, "messages"),
+            ({"messages": [1]}, "messages"),
             ({"tools": [{"type": "function", "name": "f", "function": {"name": "f"}}]}, "tools.0.function"),
-            ({"input": [{"role": "user", "content": "a", "function_call": {}}]}, "input.0.function_call"),
+            (
+                {"input": [{"role": "user", "content": "a", "function_call": {"name": "f"}}]},
+                "input.0.function_call",
+            ),
             ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
             ({"n": 2}, "n"),
             ({"background": True}, "background"),

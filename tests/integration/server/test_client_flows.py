@@ -14,6 +14,8 @@ import pytest
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
+from idlm.infer.server.errors import ApiError
+from idlm.infer.server.protocol.requests import ChatRequest
 from tests.integration.server.servers import CALL, CALLER_WORDS, PATIENCE, Running, caller, running
 
 BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
@@ -102,6 +104,23 @@ def test_stops_do_not_act_in_reasoning_and_may_be_tokens(server: Running) -> Non
         [choice] = server.client.post("/v1/chat/completions", json=body).json()["choices"]
         assert choice["finish_reason"] == "stop"
         assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("why", content)
+
+
+def test_a_refusal_is_text_of_the_assistant() -> None:
+    for fields in ({"refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
+        [message] = ChatRequest.model_validate({"messages": [{"role": "assistant", **fields}]}).messages
+        message.check()
+        assert message.plain("") == {"role": "assistant", "content": "No."}
+
+
+def test_a_template_gets_arguments_for_variables_that_it_has() -> None:
+    given = {"thinking": False, "language": "de", "effort": 2}
+    body = ChatRequest.model_validate({"messages": QUESTION, "chat_template_kwargs": given})
+    body.check()
+    assert body.template_kwargs("{{ language ~ effort }}") == {"language": "de", "effort": 2}
+    assert body.thinking(default=True) is False
+    with pytest.raises(ApiError, match=r"chat_template_kwargs\.effort"):
+        body.template_kwargs("{{ language ~ reasoning_effort }}")
 
 
 @pytest.mark.sweep

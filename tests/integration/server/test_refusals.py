@@ -198,7 +198,7 @@ def test_without_the_page_the_root_says_where_to_go_on() -> None:
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
-    absent = dict.fromkeys(("audio", "max_tokens", "n"))
+    absent = dict.fromkeys(("audio", "max_tokens", "n")) | {"transforms": [], "provider": {}, "suffix": ""}
     body = {**VALID[CHAT], **neutral, **absent, "user": "me", "metadata": {}}
     assert server.client.post(CHAT, json=body).status_code == 200
 
@@ -216,8 +216,15 @@ def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
                 {"content": None, "reasoning_content": "5"},
                 {"content": None, "tool_calls": [{**CALL, "index": 0}], "provider_specific_fields": {}},
                 {"content": [{"type": "text", "text": "5", "cache_control": {"type": "ephemeral"}}]},
+                {"content": ["5", {"type": "output_text", "text": "6", "annotations": []}]},
+                {"content": [{"type": "refusal", "refusal": "No."}]},
+                {"content": None, "refusal": "No.", "parsed": {"a": 1}, "id": "msg_1", "type": "message"},
+                {"content": None},
+                {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+                {"content": "5", "images": [], "thinking_blocks": [{"type": "thinking"}], "timestamp": 1},
             )
         ),
+        {"max_tokens": 2.0, "n": 1.0, "top_k": 5.0, "seed": 3.0, "documents": [], "bad_words": []},
     ],
     ids=str,
 )
