@@ -70,14 +70,22 @@ def _closing_brace(text: str, start: int) -> int | None:
 def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     """Return the last Python code block after the thinking that defines one of the `names`, else the last one
     with any function, or None. What it needs of the other blocks, such as imports and other functions, comes
-    before it; a definition without a body does not count where there is another."""
-    blocks = python_blocks(strip_thinking(text))
+    before it; a definition without a body does not count where there is another. A text without a block may
+    be the code itself."""
+    text = strip_thinking(text)
+    blocks = python_blocks(text) or ([f"{text.strip()}\n"] if _is_code(text) else [])
     any_name = "|".join(map(re.escape, names)) or "(?!)"
     defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
     wanted = [block for block in blocks if re.search(defined, block, re.MULTILINE)]
     found = wanted or [block for block in blocks if _FUNCTION.search(block)]
     full = [block for block in found if not _is_stub(block)] or found
     return _completed(full[-1], blocks, names) if full else None
+
+
+def _is_code(text: str) -> bool:
+    with suppress(*UNPARSED):
+        return bool(ast.parse(text).body)
+    return False
 
 
 def _is_stub(code: str) -> bool:
@@ -104,6 +112,9 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
         lacking += _globals_of(code)
         bound |= {name for node in ast.parse(code).body for name in _bound(node)}
         others = [*range(position - 1, -1, -1), *range(position + 1, len(blocks))]
+        for index, line, source in _definitions("annotations", blocks, others):
+            if source.startswith("from __future__"):
+                chosen[index, line] = source
         while lacking:
             if (name := lacking.pop()) in bound:
                 continue

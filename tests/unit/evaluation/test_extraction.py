@@ -50,7 +50,7 @@ def test_the_last_code_block_with_a_function() -> None:
     assert function_block(text) == last
     assert function_block(f"<think>```python\n{first}```</think> no") is None
     assert function_block(f"cut off ```python\n{last}") == last
-    assert function_block("def f(): pass") is None
+    assert function_block("It is def f(): pass") is None
 
 
 CODE = "def f(x):\n    return x\n"
@@ -86,6 +86,7 @@ ANSWERS = {
     "text after the fence": f"```python\n{CODE}```That is it.\n```python\nf(1)\n```",
     "block after block": f"```python\nx = 1\n```python\n{CODE}```",
     "code that does not end": f"```python\n{CODE}",
+    "code alone": f"<think>No.</think>\n\n{CODE}",
 }
 
 
@@ -115,6 +116,7 @@ PARTS = {
     "a star": (["from math import *", "def f(x):\n    return ceil(x)"], 1.5),
     "a star last": ([HELPER, "from math import *", CALLER], 1),
     "helper first": ([HELPER, CALLER], 1),
+    "annotations": (["from __future__ import annotations", "def f(x: A) -> B:\n    return x + 1"], 1),
     "helper last": ([CALLER, HELPER], 1),
     "other versions": ([HELPER, "g = None", HELPER, CALLER], 1),
     "helpers of helpers": (["ONE = 1", "def h(x, y=ONE):\n    return x + y", "g = h", CALLER], 1),
