@@ -27,12 +27,12 @@ MASK_ROW = "idlm.mask_embedding"
 """Name of the input embedding [D] of MASK rows, stored with the LoRA tensors if the base has no usable row
 for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of this name."""
 MUST_BE_OFF = (
-    "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+    "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters",
     "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
-    "use_bdlora",
 )  # fmt: skip
-"""Variants of LoRA in PEFT's config that neither training nor the engine computes."""
+"""Variants of LoRA in PEFT's config that neither training nor the engine computes, as those that a key of
+`use_` switches on."""
 INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """First letters of PEFT's `init_lora_weights` that also change the weights which the LoRA is added to."""
 SAMPLE_BYTES = 512
@@ -86,10 +86,12 @@ class AdapterSpec:
         if targets and (isinstance(names, str) or has_paths):
             names = list(targets)
         # Not 0, which is a layer.
-        are_off = {
-            name: content.get(name) in (None, [], {}) or content[name] is False for name in MUST_BE_OFF
-        }
-        problems = [f"{name}={content[name]!r}" for name, is_off in are_off.items() if not is_off]
+        problems = [
+            f"{name}={value!r}"
+            for name, value in content.items()
+            if (name in MUST_BE_OFF or (name.startswith("use_") and name != "use_rslora"))
+            and not (value in (None, [], {}) or value is False)
+        ]
         if str(content.get("init_lora_weights")).lower().startswith(INITS_THAT_CHANGE_THE_BASE):
             problems.append(f"init_lora_weights={content['init_lora_weights']!r}")
         if content.get("peft_type") != "LORA":

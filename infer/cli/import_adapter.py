@@ -211,11 +211,13 @@ def _tensors(found: Path) -> dict[str, Tensor]:
     import torch
     from safetensors.torch import load_file
 
+    from idlm.files.paths import refuse_pointer
     from idlm.infer.models import weights
 
     tensors: dict[str, Tensor] = {}
     files = sorted(found.glob(SAFETENSORS)) or sorted(found.glob(PICKLES))
     for path in files:
+        refuse_pointer("IDLM-0607", path)
         if path.suffix == ".safetensors":
             # First, because it reports a broken file.
             weights.tensor_names(path)
@@ -228,8 +230,8 @@ def _tensors(found: Path) -> dict[str, Tensor]:
         except Exception as error:
             raise UserError(
                 "IDLM-0607",
-                f"{path} cannot be read as tensors: {error}",
-                fix="restore the file from its source",
+                f"{path} cannot be read as tensors: it is damaged, or holds objects, which may run code",
+                fix="restore the file from its source, or take one of safetensors",
             ) from error
     if not tensors:
         raise UserError(

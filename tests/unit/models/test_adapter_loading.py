@@ -170,6 +170,7 @@ def test_an_adapter_that_is_not_gated_is_refused(toy: Path, adapter: Path, tmp_p
         {"target_modules": r".*\.(q|v)_proj"},
         {"use_dora": True},
         {"use_qalora": True},
+        {"use_another_variant": True},
         {"layers_to_transform": 0},
         {"alpha_pattern": {"q_proj": 4}},
         {"init_lora_weights": "pissa_niter_4"},

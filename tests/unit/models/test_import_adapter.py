@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.checkpoint import verify
+from idlm.files.paths import POINTER
 from idlm.infer.cli import import_adapter as command
 from idlm.infer.cli.import_adapter import PRESETS, ImportConfig, main
 from idlm.infer.engine import Engine
@@ -170,6 +171,8 @@ def test_another_base_and_missing_values_are_named(
     assert "adapter_config.json is not there" in refused(*UNIFORM, model=base)
     shutil.copytree(foreign / "adapter", foreign / "final_adapter")
     assert "is in 2 folders" in refused(*UNIFORM)
+    (foreign / "adapter" / WEIGHTS_FILE).write_bytes(POINTER + b"v1\n")
+    assert "pointer of Git LFS" in refused(*UNIFORM, model=foreign / "adapter")
     (foreign / "adapter" / WEIGHTS_FILE).write_bytes(b"not tensors")
     assert "IDLM-0607" in refused(*UNIFORM, model=foreign / "adapter")
     (foreign / "adapter" / WEIGHTS_FILE).rename(foreign / "adapter" / "adapter_model.bin")
