@@ -56,6 +56,8 @@ def _of_one_rank_and_scale(
     plain: dict[str, Any], tensors: Mapping[str, Tensor], modules: list[str]
 ) -> dict[str, Tensor]:
     """Return the tensors with one rank and scale, which `plain` gets in place of its patterns."""
+    from torch.nn.functional import pad
+
     found = dict(tensors)
     ranks, alphas = (plain.get(key) or {} for key in PATTERN_KEYS)
     are_patterns = isinstance(ranks, Mapping) and isinstance(alphas, Mapping) and (ranks or alphas)
@@ -83,8 +85,8 @@ def _of_one_rank_and_scale(
                 f"{found[a].shape[0]} and {found[b].shape[-1]}",
                 fix="copy the adapter again from its source",
             )
-        found[a] = _padded(found[a], rank, dim=0)
-        found[b] = _padded(_scaled(found[b], scale_of[module] / common), rank, dim=1)
+        found[a] = pad(found[a], (0, 0, 0, rank - own))
+        found[b] = pad(_scaled(found[b], scale_of[module] / common), (0, rank - own))
     for key in PATTERN_KEYS:
         plain.pop(key, None)
     plain |= {"r": rank, "lora_alpha": common * rank, "use_rslora": False}
@@ -98,14 +100,6 @@ def _own(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 def _scaled(b_Er: Tensor, factor: float) -> Tensor:
     return b_Er if factor == 1 else (b_Er.double() * factor).to(b_Er.dtype)
-
-
-def _padded(matrix: Tensor, rank: int, *, dim: int) -> Tensor:
-    shape = list(matrix.shape)
-    shape[dim] = rank
-    padded = matrix.new_zeros(shape)
-    padded.narrow(dim, 0, matrix.shape[dim]).copy_(matrix)
-    return padded
 
 
 def _untargeted(content: Mapping[str, Any], modules: list[str], num_layers: int) -> list[tuple[str, str]]:

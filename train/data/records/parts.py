@@ -4,6 +4,7 @@ Errors name a value by its key; `build.encode` puts the record's location before
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -89,18 +90,8 @@ QUESTION_PARTS = (
 """What a question that is not called prompt may need to be understood."""
 
 PAIR_ALIASES = (
-    ("prompt", "output"),
-    ("prompt", "answer"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("question", "solution"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("problem", "answer"),
-    ("problem", "response"),
-    ("input", "output"),
-    ("inputs", "targets"),
+    *itertools.product(("question", "query", "problem"), ("solution", "answer", "response")),
+    *(("prompt", "output"), ("prompt", "answer"), ("input", "output"), ("inputs", "targets")),
     ("user", "assistant"),
 )
 """Other names of a prompt and its response."""
