@@ -39,6 +39,7 @@ from idlm.log import note_progress, rank
 from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import SEEN, STORED, mask_arguments
+from idlm.train.model.checks import logit_divisor
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
 from idlm.train.objectives.base import Batch, Head, Losses, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
@@ -200,7 +201,7 @@ class BodyAndHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        self.model = model
+        self.model, self.divisor = model, logit_divisor(model)
         # Set by `train.model.gated_lora.add_adapter`.
         self.gate = getattr(model, "mask_gate", None)
         # Set by `train.prepare.prepare`, where the host may be slower than the device.
@@ -212,9 +213,8 @@ class BodyAndHead:
         computed: list[Terms] = []
 
         def forward(hidden_BTD: Tensor) -> Tensor:
-            computed.append(
-                compute(Head(weight_VD=self.lm_head.weight, bias_V=self.lm_head.bias), hidden_BTD)
-            )
+            head = Head(weight_VD=self.lm_head.weight, bias_V=self.lm_head.bias)
+            computed.append(compute(head, hidden_BTD if self.divisor == 1 else hidden_BTD / self.divisor))
             loss = computed[0].loss
             return hidden_BTD.new_zeros(1, 1, 1) if loss is None else loss.reshape(1, 1, 1)
 

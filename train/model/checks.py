@@ -51,6 +51,11 @@ CODE_FILE_TOKENS = (
 """Tokens of pretraining on code, which chats do not contain: StarCoder, SmolLM, Granite."""
 
 
+def logit_divisor(model: PreTrainedModel) -> float:
+    """Return what a model divides the output of its head by, as Granite does."""
+    return float(getattr(model.config.get_text_config(), "logits_scaling", 1.0))
+
+
 def num_vocabulary_rows(model: PreTrainedModel) -> int:
     """Rows of the whole embedding, also where ZeRO-3 has partitioned it."""
     return whole_shape(model.get_input_embeddings().weight)[0]
@@ -308,7 +313,7 @@ def _difference(
 
 
 def _packed_logits(model: PreTrainedModel, head: nn.Linear, ids_BT: Tensor, attention: str) -> Tensor:
-    """Output of the head [B * T, V], float32, with all rows of `ids_BT` as documents of one packed row."""
+    """Logits [B * T, V], float32, with all rows of `ids_BT` as documents of one packed row."""
     num_docs, num_tokens = ids_BT.shape
     positions = torch.arange(num_tokens, device=ids_BT.device).repeat(num_docs)[None]
     meta = RowMeta(
@@ -330,7 +335,7 @@ def _packed_logits(model: PreTrainedModel, head: nn.Linear, ids_BT: Tensor, atte
         hook.remove()
     if len(outputs) != 1:
         raise RuntimeError(f"the output head ran {len(outputs)} times in one forward pass")
-    return outputs[0].flatten(0, 1).float()
+    return outputs[0].flatten(0, 1).float() / logit_divisor(model)
 
 
 def _own_logits(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:

@@ -36,7 +36,17 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 
 def fields_of(family: str) -> dict[str, Any]:
-    return {"sliding_window": 64} if family == "gemma3_text" else {}
+    own = {
+        "gemma3_text": {"sliding_window": 64},
+        # As every published Granite 3.
+        "granite": {
+            "logits_scaling": 8.0,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+        },
+    }
+    return own.get(family, {})
 
 
 def run_of(family: str, **fields: Any) -> TrainConfig:
