@@ -124,6 +124,10 @@ def _path_problems(config: TrainConfig) -> Iterator[str]:
     existing = next(path for path in (target, *target.parents) if path.exists())
     if not existing.is_dir():
         yield f"output_dir={config.output_dir}: {existing} is a file"
+    if Path.cwd().is_relative_to(target.resolve()):
+        yield f"output_dir={config.output_dir} holds the current folder and is replaced: name a folder in it"
+    if config.model.path is not None and target.resolve() == Path(config.model.path).resolve():
+        yield f"output_dir={config.output_dir} is the base, which would be replaced: name another folder"
     for name in foreign_files(target, PUBLISHED_FILES):
         yield f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
 
@@ -181,7 +185,7 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
         hint = "it has no config.json" if Path(model.path).exists() else "the directory does not exist"
         what = f"model.path={Path(model.path)} is not a checkpoint directory"
-        yield f"{what}: {hint}; hub names are not downloaded"
+        yield f"{what}: {hint}; hub names are not downloaded (hf download NAME --local-dir DIR)"
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
         yield f"model.tokenizer={model.tokenizer} is not a directory"
     if config.train.distill != "none" and not (config.is_gated and config.objective == "idlm"):
@@ -264,7 +268,8 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
             try:
                 found = find_files(path, SUFFIXES[source])
             except UserError as error:
-                yield f"{key}: {error.message}"
+                several = "; several are data.sources=[{path: A}, {path: B}]" if "," in path else ""
+                yield f"{key}: {error.message}{several}"
                 continue
             twice = next((file for file in found if owners.setdefault(file.resolve(), key) != key), None)
             if twice is not None and key != "eval.path":

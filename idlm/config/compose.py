@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from idlm.config import schema as schemas
+from idlm.config.schema import FROZEN as FROZEN
+from idlm.config.schema import RECIPE as RECIPE
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 
 T = TypeVar("T")
 CONF_DIR = Path(__file__).parents[1] / "conf"
-RECIPE = "recipe"
 ASSETS = "recipes/assets/"
-FROZEN = "config"
 SELF = "_self_"
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-/@]*)(?:=(?P<value>.*))?$", re.DOTALL)
 

@@ -20,6 +20,8 @@ from idlm.config.suggest import ALIASES, absent, did_you_mean, nearest
 from idlm.errors import UserError
 
 ITEM = "*"
+RECIPE, FROZEN = "recipe", "config"
+"""Keys that name files with values, where a schema has no key of that name."""
 LARGEST_NUMBER = sys.float_info.max
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
@@ -119,7 +121,7 @@ def suggest_key(schema: type, key: str) -> str | None:
             return alias
     segments = key.split(".")
     pattern = ".".join(ITEM if segment.isdigit() else segment for segment in segments)
-    match = nearest(pattern, [known for known, *_ in walk(schema)])
+    match = nearest(pattern, [RECIPE, FROZEN, *(known for known, *_ in walk(schema))])
     indices = iter([segment for segment in segments if segment.isdigit()])
     return match and ".".join(next(indices, "0") if part == ITEM else part for part in match.split("."))
 

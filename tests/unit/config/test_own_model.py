@@ -70,6 +70,22 @@ def test_a_pattern_is_read_by_the_files_that_it_matches(tmp_path: Path) -> None:
     assert composed(f"data.path={tmp_path}", "data.source=parquet").data.source == "parquet"
 
 
+def test_folders_that_publishing_would_take_away_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "base/config.json", "base/data/a.jsonl") / "base/data/a.jsonl"
+    monkeypatch.chdir(path.parent)
+    for output, problem in (
+        (f"{tmp_path}/base", "is the base, which would be replaced"),
+        (".", "holds the current folder"),
+        ("..", "holds the current folder"),
+    ):
+        with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{problem}"):
+            check_config(composed(f"model.path={tmp_path}/base", f"data.path={path}", f"output_dir={output}"))
+    with pytest.raises(UserError, match=r"data\.sources=\[\{path: A\}, \{path: B\}\]"):
+        check_config(composed("data.path=[a.jsonl,b.jsonl]"))
+
+
 def test_what_a_recipe_says_of_its_own_data_goes_with_it(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl") / "a.jsonl"
     generated = composed("recipe=tiny_block32")

@@ -221,6 +221,8 @@ def test_unknown_recipes_are_refused_with_the_list(conf: Path) -> None:
         assert "did you mean 'tiny'" in message
         assert "tiny, tiny_lora" in message
     refused(conf, "recipe=nowhere/x.yaml", code="IDLM-0104")
+    assert "did you mean 'recipe'?" in refused(conf, "recipie=tiny")
+    assert "write recipe=VALUE" in refused(conf, "--recipe=tiny")
     assert "given twice" in refused(conf, "recipe=tiny", "+recipe=tiny_lora")
     assert recipes(conf) == ["tiny", "tiny_lora"]
 
