@@ -70,7 +70,7 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
             "IDLM-0230",
             f"{origin} has the keys {sorted(record)}, but {first} is of the shape {shape!r}: "
             f"{SHAPES[shape].example}",
-            fix="put each shape into a file of its own and train on one of them",
+            fix="delete records that lack a part (null in a table), or put each shape into a file of its own",
         )
     extra = sorted(present(record, TEXT_EXTRAS)) if shape == "text" and wanted == AUTO else []
     if extra:

@@ -169,7 +169,9 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
     if not isinstance(value, str):
-        raise unusable(f"{name}={shown(value)}, which is not text", fix=f"write {name} as text")
+        raise unusable(
+            f"{name}={shown(value)}, which is not text", fix=f"write {name} as text, or delete the record"
+        )
     return value
 
 

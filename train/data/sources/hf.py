@@ -57,7 +57,8 @@ class DatasetReader:
 def _loading(config: DataConfig) -> AbstractContextManager[None]:
     """Inside, errors of network, hub, cache and format become UserError IDLM-0232."""
     key = config.section
-    fix = "give a folder written by save_to_disk; a name of the hub needs a network or its cache"
+    fix = "give a folder written by save_to_disk, or a file with data.source=auto; a name of the hub needs a "
+    fix += "network or its cache"
     what = f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded"
     return naming("IDLM-0232", what, fix=fix)
 

@@ -60,7 +60,8 @@ def _record(value: Any, file: TextFile, number: int) -> dict[str, Any] | UserErr
         return UserError(
             "IDLM-0201",
             f"{origin} is not valid JSON: {json_problem(value)}",
-            fix="repair or delete that line; the file must hold one JSON object per line",
+            fix="repair or delete that line: each has one JSON object; files of another kind are known by "
+            "their endings (.csv, .parquet, .arrow) or by data.source",
         )
     if not isinstance(value, dict):
         fix = "write one JSON object per line"
