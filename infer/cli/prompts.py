@@ -170,18 +170,14 @@ def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> A
 
 
 def _check_prompt(location: str, shape: str, prompt: Any) -> None:
-    kind = str if shape == "prompt" else list
+    kind, item = {"prompt": (str, str), "prompt_ids": (list, int), "messages": (list, dict)}[shape]
     problem = fix = ""
     if not isinstance(prompt, kind):
         problem, fix = f"is {prompt!r}", f"give a {kind.__name__}"
     elif not prompt:
         problem, fix = "is empty", "give at least one token or message"
-    elif shape == "prompt_ids":
-        bad = [token for token in prompt if isinstance(token, bool) or not isinstance(token, int)]
-        problem, fix = f"holds {bad[0]!r}" if bad else "", "give whole numbers"
-    elif shape == "messages":
-        bad = [message for message in prompt if not isinstance(message, dict)]
-        problem, fix = f"hold {bad[0]!r}" if bad else "", WRITE_TURN
+    elif bad := [one for one in prompt if isinstance(one, bool) or not isinstance(one, item)]:
+        problem, fix = f"holds {bad[0]!r}", WRITE_TURN if item is dict else "give whole numbers"
     if problem:
         raise UserError("IDLM-0436", f"{location}: {shape} {problem}", fix=fix)
 
@@ -227,9 +223,6 @@ def _params(location: str, changes: Any, sampling: SamplingParams) -> SamplingPa
         raise UserError(error.code, f"{location}: {error.message}", fix=error.fix) from error
 
 
-SYSTEM_ROLES = ("system", "developer")
-
-
 def with_system(lines: Iterable[PromptLine], system: str | None) -> Iterator[PromptLine]:
     """Put a system prompt before every text, and before every conversation without one; None changes nothing.
     UserError IDLM-0458 for token ids, which are rendered already."""
@@ -242,7 +235,7 @@ def with_system(lines: Iterable[PromptLine], system: str | None) -> Iterator[Pro
                 f"{line.location}: system= cannot precede prompt_ids, which are a whole prompt",
                 fix="give the line as prompt or messages, or leave system= out",
             )
-        if system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+        if system is not None and messages[0]["role"] not in ("system", "developer"):
             line = dataclasses.replace(line, prompt=[{"role": "system", "content": system}, *messages])
         yield line
 

@@ -93,8 +93,7 @@ class EngineRequests:
 
     def _run(self, lines: list[PromptLine]) -> Iterator[Completion]:
         check_lines(self.engine, lines)
-        for _, done in AnswerRun(self.engine, iter(lines)):
-            yield done
+        return (done for _, done in AnswerRun(self.engine, iter(lines)))
 
 
 def _likelihood(done: Completion, num_tokens: int) -> tuple[float, bool]:

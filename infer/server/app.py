@@ -28,6 +28,7 @@ from idlm.infer.server.protocol.responses import ResponseRequest
 from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply
 from idlm.infer.server.replies.responses import ResponseReply
 from idlm.infer.server.service import Service
+from idlm.infer.server.tokens import add_tokenizer
 
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of pages that this machine serves."""
@@ -60,6 +61,7 @@ def routes(service: Service) -> FastAPI:
     _add_generation(app, service)
     _add_responses(app, service)
     _add_descriptions(app, service)
+    add_tokenizer(app, service)
     app.add_api_route("/version", lambda: json_response({"version": __version__}))
     return app
 

@@ -146,7 +146,7 @@ class Service:
                 tools=tools,
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
             )
-            [(token_ids, notes)] = await self._encode(encode, [messages], params.n, client)
+            [(token_ids, notes)] = await self.encode(encode, [messages], params.n, client)
             generation = await self._generate(body, [token_ids], params, turn)
             generation.notes = [*generation.notes, *notes]
             return generation
@@ -172,7 +172,7 @@ class Service:
             params = self._admit(body, client, num_prompts=len(prompts))
             if isinstance(prompts[0], str):
                 encode = functools.partial(encode_prompt, template="none")
-                prompts = await self._encode(encode, prompts, params.n, client)
+                prompts = await self.encode(encode, prompts, params.n, client)
             return await self._generate(body, prompts, params, turn)
 
     async def _generate(
@@ -264,14 +264,13 @@ class Service:
             raise ApiError(429, message, code="queue_full")
         return params
 
-    async def _encode(
+    async def encode(
         self, encode: functools.partial[Any], prompts: Sequence[Any], num_samples: int, client: str
     ) -> list[Any]:
         """The results of `encode` for each prompt, which are counted meanwhile."""
         if self.tokenizer is None:
-            raise UserError(
-                "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
-            )
+            rule = "it has no tokenizer files; POST token ids to /v1/completions"
+            raise FieldError("model", rule, code="IDLM-0414")
         loop, num_encoded, encoded = asyncio.get_running_loop(), num_samples * len(prompts), []
         self._encoding[client] += num_encoded
         try:

@@ -67,11 +67,8 @@ class ResponseStore:
 
     def _found(self, name: str, param: str, status: int, fix: str) -> Stored:
         if name not in self._stored:
-            why = (
-                "max_stored=0 stores none"
-                if self.max_size == 0
-                else ("it was deleted, had store=false, was dropped for others, or is older than this server")
-            )
+            lost = "it was deleted, had store=false, was dropped for others, or is older than this server"
+            why = lost if self.max_size else "max_stored=0 stores none"
             rule = f"no response {name[:80]!r} is stored ({why}); {fix}"
             raise FieldError(param, rule, status=status, code=f"{param.removesuffix('_id')}_not_found")
         self._stored.move_to_end(name)

@@ -32,6 +32,7 @@ from tests.integration.server.servers import (
     caller,
     checkpoint,
     commanded,
+    reference,
     running,
 )
 
@@ -98,6 +99,28 @@ def test_what_the_router_adds_to_requests_changes_nothing(server: Running) -> No
     for field, value in (("no_stop_trim", True), ("return_hidden_states", True)):
         status, error = server.refusal(prompt=PROMPT, **{field: value})
         assert (status, error["param"]) == (400, field)
+
+
+def test_the_tokenizer_is_served_as_vllm_serves_it(server: Running) -> None:
+    tokenizer = reference().tokenizer
+    for text in ("Mia has 5", "", "Mia has 5 nuts. " * 200):
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        for fields, ids in (({}, [tokenizer.bos_token_id, *bare]), ({"add_special_tokens": False}, bare)):
+            body = {"prompt": text, "return_token_strs": True, **fields}
+            found = server.client.post("/tokenize", json=body).json()
+            assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 160)
+            assert "".join(found["token_strs"]) == tokenizer.decode(ids)
+            again = server.client.post("/detokenize", json={"tokens": ids, "model": None})
+            assert again.json() == {"prompt": tokenizer.decode(ids)}
+    assert server.client.get("/tokenizer_info").json()["eos_token"] == tokenizer.eos_token
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "mode": 1}, "mode"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
+    ):
+        status, error = server.refusal(path, **body)
+        assert (status, error["param"]) == (404 if param == "model" else 400, param)
 
 
 def test_probes_by_head_are_answered_as_those_by_get(server: Running) -> None:
