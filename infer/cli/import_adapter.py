@@ -135,6 +135,7 @@ def import_to(config: ImportConfig) -> str:
     content = read_json(found / ADAPTER_CONFIG)
     named = content.get("base_model_name_or_path")
     base = _base(config, str(named) if named else None)
+    tensors = _without_copies(tensors, found, base)
     what, fix = (
         f"{found / ADAPTER_CONFIG} has a pattern that is none",
         "copy the adapter again from its source",
@@ -240,6 +241,28 @@ def _tensors(found: Path) -> dict[str, Tensor]:
             fix="download the missing files",
         )
     return tensors
+
+
+def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict[str, Tensor]:
+    """The tensors without the embeddings and the head of the base, which PEFT stores too where their
+    vocabulary was resized. UserError IDLM-0613 where those of `base` are others."""
+    import torch
+
+    from idlm.infer.models import weights
+    from idlm.infer.models.base import TensorNames
+
+    files, names = weights.locate(base), TensorNames()
+    # A tied base stores its embeddings alone.
+    sources = {names.embed: names.embed, names.head: names.head if names.head in files else names.embed}
+    copies = {f"base_model.model.{name}": source for name, source in sources.items() if source in files}
+    for name in copies.keys() & tensors.keys():
+        if not torch.equal(weights.tensor(files, copies[name]).to(tensors[name].dtype), tensors[name]):
+            raise UserError(
+                "IDLM-0613",
+                f"{found} has another {name} than base={base}: the vocabulary was resized or trained",
+                fix="give base= the model that it was trained on, saved with these embeddings",
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def _warn_of_another_base(directory: Path, base: Path, semantics: Any) -> None:

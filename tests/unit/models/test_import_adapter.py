@@ -135,6 +135,22 @@ def test_what_does_not_fit_the_base_is_refused(
     assert "staging" not in shown and not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_next_to_the_adapter_are_those_of_the_base(
+    foreign: Path, base: Path, tmp_path: Path, is_tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_toy_checkpoint(tmp_path / "tied", tie_embeddings=True) if is_tied else base
+    path, embed, head = foreign / "adapter" / WEIGHTS_FILE, "model.embed_tokens.weight", "lm_head.weight"
+    adapter, own = load_file(path), load_file(base / "model.safetensors")
+    copies = {f"base_model.model.{name}": own.get(name, own[embed]) for name in (embed, head)}
+    given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM]
+    save_file(adapter | {name: value.clone() for name, value in copies.items()}, path)
+    assert run(given, capsys)[0] == 0 and load_file(tmp_path / "o" / WEIGHTS_FILE).keys() == adapter.keys()
+    save_file(adapter | {f"base_model.model.{head}": own[embed] + 1}, path)
+    status, shown = run(given, capsys)
+    assert status == 2 and "another base_model.model.lm_head.weight" in shown and "resized" in shown
+
+
 @pytest.mark.parametrize("names", [r".*\.(q|down)_proj", ["self_attn.q_proj", "down_proj"]], ids=str)
 def test_targets_of_a_pattern_or_path_and_a_stabilised_rank_are_read(
     foreign: Path, base: Path, tmp_path: Path, names: Any, capsys: pytest.CaptureFixture[str]
