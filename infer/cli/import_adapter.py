@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "uno_qwen3_8b": {
-        "gated": True,
-        "stride": 16,
-        "noise_range": [1, 151_669],
-        "acceptance": [0.78] * 15,
-    },
+    "uno_qwen3_8b": {"gated": True, "stride": 16, "noise_range": [1, 151_669], "acceptance": [0.78] * 15},
     "uno_k2_horizon_7b": {"gated": True, "stride": 4, "noise_range": [1, 250_624]},
     "uno_k2_horizon_0_9b": {"gated": True, "stride": 8, "noise_range": [1, 64_256]},
     "idlm_qwen3_8b": {"gated": True, "stride": 4, "mask_token_id": 151_669},

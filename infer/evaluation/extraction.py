@@ -73,7 +73,7 @@ def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     before it; a definition without a body does not count where there is another. A text without a block may
     be the code itself."""
     text = strip_thinking(text)
-    blocks = python_blocks(text) or ([f"{text.strip()}\n"] if _is_code(text) else [])
+    blocks = python_blocks(text) or ([f"{text.strip()}\n"] if _body(text) else [])
     any_name = "|".join(map(re.escape, names)) or "(?!)"
     defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
     wanted = [block for block in blocks if re.search(defined, block, re.MULTILINE)]
@@ -82,24 +82,22 @@ def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     return _completed(full[-1], blocks, names) if full else None
 
 
-def _is_code(text: str) -> bool:
+def _body(code: str) -> list[ast.stmt]:
+    """The statements of the code; none where it is not Python."""
     with suppress(*UNPARSED):
-        return bool(ast.parse(text).body)
-    return False
+        return ast.parse(code).body
+    return []
 
 
 def _is_stub(code: str) -> bool:
     """Whether no function of the code has a body."""
-    with suppress(*UNPARSED):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
-        return all(
-            isinstance(each, ast.Pass)
-            or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-            for function in functions
-            for each in function.body
-        ) and bool(functions)
-    return False
+    nodes = itertools.chain.from_iterable(map(ast.walk, _body(code)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return bool(functions) and all(
+        isinstance(each, ast.Pass) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        for function in functions
+        for each in function.body
+    )
 
 
 def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
@@ -110,7 +108,7 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
     bound, lacking = set[str](), [*names]
     with suppress(*UNPARSED):
         lacking += _globals_of(code)
-        bound |= {name for node in ast.parse(code).body for name in _bound(node)}
+        bound |= {name for node in _body(code) for name in _bound(node)}
         others = [*range(position - 1, -1, -1), *range(position + 1, len(blocks))]
         for index, line, source in _definitions("annotations", blocks, others):
             if source.startswith("from __future__"):
@@ -131,10 +129,9 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
 def _definitions(name: str, blocks: Sequence[str], order: Sequence[int]) -> Iterator[tuple[int, int, str]]:
     """Statements of the blocks that define the name: block, line and text."""
     for index in order:
-        with suppress(*UNPARSED):
-            for node in reversed(ast.parse(blocks[index]).body):
-                if not {name, "*"}.isdisjoint(_bound(node)):
-                    yield index, node.lineno, ast.unparse(node)
+        for node in reversed(_body(blocks[index])):
+            if not {name, "*"}.isdisjoint(_bound(node)):
+                yield index, node.lineno, ast.unparse(node)
 
 
 def _bound(node: ast.stmt) -> list[str]:

@@ -73,50 +73,47 @@ SIGNS = DASHES | str.maketrans(
     {**dict.fromkeys("€£¥₹¢", ""), **dict.fromkeys("°º", r"^\circ"), "·": r"\cdot ", "√": r"\sqrt ", "⁄": "/"}
     | {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm "}
 )
-REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"\\(?:mathrm|operatorname|text)\s*\{\s*(" + FUNCTION + r")\s*\}", r"\\\1 "),
-        (rf"(?<![A-Za-z\\])({FUNCTION})(?=[tx-z](?![A-Za-z]))", r"\1 "),
-        (r"\\[cdt]?frac(?:\s+|(?=\d))(\w)\s*(\w)", r"\\frac{\1}{\2}"),
-        (r"\*\*", "^"),
-        (r"^([^=<>]*\d)\s*=\s*([A-Za-z])$", r"\2=\1"),
-        # math-verify takes i for the imaginary unit where it stands alone.
-        (r"(?<=\d)i(?!\w)", " i"),
-        (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|[:|])(.*)\\\}$", r"\1"),
-        (r"\^\s*\{?\s*\\text\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?$", r"\1"),
-        (r"\\langle", "("),
-        (r"\\rangle", ")"),
-        # Open ends, as in ]0,1[.
-        (
-            r"([\[\]])([^\[\]()]+,[^\[\]()]+)([\[\]])",
-            lambda ends: ends[1].replace("]", "(") + ends[2] + ends[3].replace("[", ")"),
-        ),
-        # Temperatures and angles.
-        (r"\s*(?:\\degree|\^\s*\{?\\(?:circ|degree)\}?)\s*[CF]?$", r"^\\circ"),
-        (r"[⁺⁻⁰¹²³⁴-⁹]+", lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
-        (
-            r"[¼-¾⅐-⅞]",
-            lambda sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign[0]).split("⁄")),
-        ),
-        (SPACE.pattern, " "),
-        # Spaces that group digits.
-        (r"(?<=\d)(?:\\!|\s)+(?=\d{3}(?!\d))", ""),
-        # Mixed numbers.
-        (r"(?<![\w.,/^])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-        (r"(?<!\d)(\d*\.\d*?)(\d)\2{2,}(?:…|\\[lc]?dots)", r"\1(\2)"),
-        (
-            r"(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))",
-            lambda number: _repeating(*number.groups("")),
-        ),
-        (rf"(?<![A-Za-z\\])({FUNCTION})(?![A-Za-z])", r"\\\1"),
-        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(\\sqrt\s*\[[^\]]*\])\s*(\w)", r"\1{\2}"),
-        (r"\\sqrt\s+(\d{2,})", r"\\sqrt{\1}"),
-        (r"(?<![\w\\{])(\d+\.?\d*)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
-        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
-        (r"\\varnothing", r"\\emptyset"),
-    )
+REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"\\(?:mathrm|operatorname|text)\s*\{\s*(" + FUNCTION + r")\s*\}", r"\\\1 "),
+    (rf"(?<![A-Za-z\\])({FUNCTION})(?=[tx-z](?![A-Za-z]))", r"\1 "),
+    (r"\\[cdt]?frac(?:\s+|(?=\d))(\w)\s*(\w)", r"\\frac{\1}{\2}"),
+    (r"\*\*", "^"),
+    (r"^([^=<>]*\d)\s*=\s*([A-Za-z])$", r"\2=\1"),
+    # math-verify takes i for the imaginary unit where it stands alone.
+    (r"(?<=\d)i(?!\w)", " i"),
+    (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|[:|])(.*)\\\}$", r"\1"),
+    (r"\^\s*\{?\s*\\text\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?$", r"\1"),
+    (r"\\langle", "("),
+    (r"\\rangle", ")"),
+    # Open ends, as in ]0,1[.
+    (
+        r"([\[\]])([^\[\]()]+,[^\[\]()]+)(?<!\\sqrt)([\[\]])",
+        lambda ends: ends[1].replace("]", "(") + ends[2] + ends[3].replace("[", ")"),
+    ),
+    # Temperatures and angles.
+    (r"\s*(?:\\degree|\^\s*\{?\\(?:circ|degree)\}?)\s*[CF]?$", r"^\\circ"),
+    (r"[⁺⁻⁰¹²³⁴-⁹]+", lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
+    (
+        r"[¼-¾⅐-⅞]",
+        lambda sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign[0]).split("⁄")),
+    ),
+    (SPACE.pattern, " "),
+    # Spaces that group digits.
+    (r"(?<=\d)(?:\\!|\s)+(?=\d{3}(?!\d))", ""),
+    # Mixed numbers.
+    (r"(?<![\w.,/^])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<!\d)(\d*\.\d*?)(\d)\2{2,}(?:…|\\[lc]?dots)", r"\1(\2)"),
+    (
+        r"(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))",
+        lambda number: _repeating(*number.groups("")),
+    ),
+    (rf"(?<![A-Za-z\\])({FUNCTION})(?![A-Za-z])", r"\\\1"),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(\\sqrt\s*\[[^\]]*\])\s*(\w)", r"\1{\2}"),
+    (r"\\sqrt\s+(\d{2,})", r"\\sqrt{\1}"),
+    (r"(?<![\w\\{])(\d+\.?\d*)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    (r"\\varnothing", r"\\emptyset"),
 )
 
 
@@ -134,7 +131,7 @@ def expressions(answer: str) -> list[Any]:
     if r"\pm" in text:
         text = ", ".join(text.replace(r"\pm", sign).replace(r"\mp", other) for sign, other in ("+-", "-+"))
     for pattern, new in REWRITES:
-        text = pattern.sub(new, text)
+        text = re.sub(pattern, new, text)
     if number := NUMBER_AS_TEXT.fullmatch(text):
         text = number[1]
     if WORDS.fullmatch(text):

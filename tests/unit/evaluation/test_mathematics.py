@@ -101,6 +101,8 @@ EQUAL = [
     (r"x\le-5 \text{ or } x\ge5", r"(-\infty,-5]\cup[5,\infty)"),
     (r"\{x \mid x > 3\}", "x > 3"),
     ("]0,1[", "(0,1)"),
+    (r"[1,\sqrt[3]{8}]", "[1,2]"),
+    (r"]-\infty,0]", r"(-\infty,0]"),
     (r"\langle 1,2\rangle", "(1,2)"),
     ("0.333...", r"\frac13"),
     ("0.(3)", r"\frac13"),
