@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from idlm.train.objectives.base import BaseRows, Batch, Head, Losses, TermRequest, Terms
+from idlm.train.objectives.base import Batch, Head, Losses, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.step import BodyAndHead, flat_rows
 
@@ -25,24 +25,25 @@ class FrozenBase:
         self.attention = attention
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(requires_grad=False)
         self.runner = BodyAndHead(self.model)
-        self._last: tuple[Batch, BaseRows] | None = None
+        self._last: tuple[Batch, tuple[Head, Tensor]] | None = None
 
-    def rows(self, batch: Batch) -> BaseRows:
-        """The supervised clean rows of a batch, in the order of its `clean_index`."""
+    def rows(self, batch: Batch) -> tuple[Head, Tensor]:
+        """The head, and the hidden states [M, D] of the supervised clean rows of a batch, in the order of its
+        `clean_index`."""
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._run(batch)
         return self._last[1]
 
     @torch.no_grad()
-    def _run(self, batch: Batch) -> BaseRows:
+    def _run(self, batch: Batch) -> tuple[Head, Tensor]:
         """From a forward pass over clean rows alone: they see no noisy ones."""
-        found: list[BaseRows] = []
+        found: list[tuple[Head, Tensor]] = []
         clean_M, supervised_M = batch["clean_rows"], batch["clean_index"]
 
         def collect(head: Head, hidden_BTD: Tensor) -> Terms:
             # `clean_rows` are in order, and supervised ones are among them.
             order_M = torch.searchsorted(clean_M, supervised_M)
-            found.append(BaseRows(hidden_MD=hidden_BTD[0].index_select(0, order_M), head=head))
+            found.append((head, hidden_BTD[0].index_select(0, order_M)))
             return Terms(sums=hidden_BTD.new_zeros(0))
 
         self.runner.terms(self.model, flat_rows(batch, clean_M), self.attention, collect)

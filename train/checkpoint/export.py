@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -81,14 +80,12 @@ class StageExports(TrainerCallback):
     """Calls `publish_stage` on every rank after the last step of each stage but the last."""
 
     def __init__(self, curriculum: Curriculum, publish_stage: Callable[[Stage], None]) -> None:
-        ends = itertools.accumulate(stage.num_steps for stage in curriculum.stages[:-1])
-        self.stage_by_end = dict(zip(ends, curriculum.stages, strict=False))
-        self.publish_stage = publish_stage
+        self.curriculum, self.publish_stage = curriculum, publish_stage
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        stage = self.stage_by_end.get(state.global_step)
-        if stage is not None:
-            self.publish_stage(stage)
+        step, curriculum = state.global_step, self.curriculum
+        if step < curriculum.num_steps and curriculum.ends_stage(step):
+            self.publish_stage(curriculum.stage_of_step(step - 1))
 
 
 def export(
@@ -237,9 +234,7 @@ def export_adapter(
     `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`."""
     from safetensors.torch import load_file, save_file
 
-    tensors = {
-        name: value if dtype is None else value.to(dtype) for name, value in peft_tensors(weights).items()
-    }
+    tensors = _converted(peft_tensors(weights), dtype)
     with publish(target) as staging:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         spec.save(staging)

@@ -61,14 +61,15 @@ class Head:
         rows = draft_MD, verify_MD, self.weight_VD, labels_M, coefficients_M
         return linear_distillation(*rows, divergence=divergence, share=share, bias_V=self.bias_V)
 
-    def kl(self, hidden_MD: Tensor, base: BaseRows, coefficients_M: Tensor) -> Tensor:
+    def kl(self, hidden_MD: Tensor, base: tuple[Head, Tensor], coefficients_M: Tensor) -> Tensor:
         """Return sum of coefficient * KL(base || model), a scalar that is differentiable in the model, over
-        the whole vocabulary; float32."""
+        the whole vocabulary; float32. `base` has another head and the rows [M, D] that it takes."""
+        head, base_MD = base
         # Labels have no share of this loss.
         labels_M = torch.zeros(len(hidden_MD), dtype=torch.int64, device=hidden_MD.device)
-        rows = hidden_MD, base.hidden_MD, self.weight_VD, labels_M, coefficients_M
-        head, bias_V = (base.head.weight_VD, base.head.bias_V), self.bias_V
-        return linear_distillation(*rows, divergence="kl", share=1.0, bias_V=bias_V, verify_head=head)[0]
+        rows = hidden_MD, base_MD, self.weight_VD, labels_M, coefficients_M
+        other, bias_V = (head.weight_VD, head.bias_V), self.bias_V
+        return linear_distillation(*rows, divergence="kl", share=1.0, bias_V=bias_V, verify_head=other)[0]
 
     def nll(self, hidden_MD: Tensor, labels_M: Tensor) -> Tensor:
         """Return nll [M] in nats without gradients, for a third of the cost of `loss`."""
@@ -77,14 +78,6 @@ class Head:
     def overlap(self, draft_MD: Tensor, verify_MD: Tensor) -> Tensor:
         """Return the expected acceptance sum_x min(p(x), q(x)) [M] of sampled drafts, float32, detached."""
         return linear_overlap(draft_MD, verify_MD, self.weight_VD, bias_V=self.bias_V)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseRows:
-    """Hidden states [M, D] of the frozen base at the supervised clean rows of a batch, and its head."""
-
-    hidden_MD: Tensor
-    head: Head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

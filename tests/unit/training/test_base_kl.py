@@ -108,7 +108,7 @@ def test_value_and_gradients_are_those_of_the_slow_divergence(objective: Objecti
 def test_the_base_has_the_same_rows_by_every_attention(attention: str) -> None:
     batch = batch_for(tiny_objective())
     dense, other = (
-        FrozenBase(tiny_model("llama", name), torch.float32, name).rows(batch).hidden_MD
+        FrozenBase(tiny_model("llama", name), torch.float32, name).rows(batch)[1]
         for name in ("idlm_sdpa", attention)
     )
     assert len(dense) == batch["clean_index"].numel()
