@@ -309,7 +309,6 @@ class Scheduler:
         request.num_computed = len(shared) * size
         if request.num_forwards == 0:
             request.num_cached_tokens = request.num_computed
-        cache.counts.num_lookups += 1
         cache.counts.num_tokens += maximum
         cache.counts.num_hit_tokens += request.num_computed
         return True

@@ -26,7 +26,6 @@ class PrefixCacheCounts:
     """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were
     admitted or resumed; `num_hit_tokens`: those whose KV was found."""
 
-    num_lookups: int = 0
     num_tokens: int = 0
     num_hit_tokens: int = 0
     num_evicted: int = 0

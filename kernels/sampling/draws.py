@@ -30,12 +30,20 @@ def uniforms(
     lanes_B: Tensor | None = None,
     steps_by_lane: bool = True,
 ) -> Tensor:
-    """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
+    """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 (Salmon et al., SC 2011), the generator of
+    `tl.philox`, of (seed, sample, step, draw), int64 tensors.
 
     One entry per sequence, or, with `lanes_B`, per lane (steps only if `steps_by_lane`). Devices agree
-    exactly."""
+    exactly. A number is a pure function of the four: nothing is stored or advanced, so an answer cannot
+    depend on the rest of the batch, on preemption or on the order of draws, and no number is used twice. All
+    64 bits of the seed are key."""
     if not backend.has_kernels(seeds.device):
-        return plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes_B, steps_by_lane=steps_by_lane)
+        if lanes_B is not None:
+            seeds, samples = seeds[lanes_B], samples[lanes_B]
+            steps = steps[lanes_B] if steps_by_lane else steps
+        draws_D = torch.arange(num_draws, device=seeds.device)
+        words_BD = random_words(seeds[:, None], samples[:, None], steps[:, None], draws_D)
+        return (words_BD.double() + 0.5) * 2.0**-32
     import triton
 
     from idlm.kernels.sampling import kernel
@@ -51,28 +59,6 @@ def uniforms(
             num_warps=1,
         )
     return out_BD
-
-
-def plain_uniforms(
-    seeds: Tensor,
-    samples: Tensor,
-    steps: Tensor,
-    num_draws: int,
-    *,
-    lanes_B: Tensor | None = None,
-    steps_by_lane: bool = True,
-) -> Tensor:
-    """`uniforms` by Philox4x32-10 (Salmon et al., SC 2011), the generator of `tl.philox`.
-
-    A number is a pure function of (request seed, sample index, sampling step, draw). Nothing is stored or
-    advanced, so an answer cannot depend on the rest of the batch, on preemption or on the order of draws, and
-    no number is used twice. All 64 bits of the seed are key."""
-    if lanes_B is not None:
-        seeds, samples = seeds[lanes_B], samples[lanes_B]
-        steps = steps[lanes_B] if steps_by_lane else steps
-    draws_D = torch.arange(num_draws, device=seeds.device)
-    words_BD = random_words(seeds[:, None], samples[:, None], steps[:, None], draws_D)
-    return (words_BD.double() + 0.5) * 2.0**-32
 
 
 def random_words(seeds: Tensor, samples: Tensor, steps: Tensor, draws: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from idlm.kernels import backend
-from idlm.kernels.sampling import RowProbs, Tuning, draw, row_probs, uniforms
-from idlm.kernels.sampling.draws import MAX_DRAWS, plain_uniforms
+from idlm.kernels.sampling import RowProbs, Tuning, draw, random_words, row_probs, uniforms
+from idlm.kernels.sampling.draws import MAX_DRAWS
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -140,8 +140,8 @@ def test_uniform_numbers_equal_the_plain_ones() -> None:
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])
     for num_draws in (7, 2 * MAX_DRAWS + 3):
-        expected = plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes)
+        streams = (stream[lanes, None] for stream in (seeds, samples, steps))
+        expected = (random_words(*streams, torch.arange(num_draws)).double() + 0.5) * 2.0**-32
         assert torch.equal(uniforms(seeds, samples, steps, num_draws, lanes_B=lanes), expected)
-    expected = plain_uniforms(seeds, samples, steps, 7, lanes_B=lanes)
-    of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
-    assert torch.equal(of_sequences, expected)
+        of_sequences = uniforms(seeds, samples, steps[lanes], num_draws, lanes_B=lanes, steps_by_lane=False)
+        assert torch.equal(of_sequences, expected)
