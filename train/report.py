@@ -111,9 +111,10 @@ def report_run(
         f"```json\n{json.dumps(run_fingerprint(), indent=2)}\n```",
     ]
     samples: SampleReport | None = None
-    if sampler is not None and config.report.num_samples > 0:
+    if sampler is not None and (num := config.report.num_samples) > 0:
+        print(f"report: {num} answers by each decoder (none: report.num_samples=0)", flush=True)
         free()
-        samples = sampler(target, config.report.num_samples)
+        samples = sampler(target, num)
     with translate_disk_errors(target / REPORT_FILE):
         return write_report(target, records, facts, samples, setting=setting, estimate=estimate)
 

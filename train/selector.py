@@ -39,6 +39,7 @@ from idlm.semantics import Semantics
 from idlm.train.check import check_config
 from idlm.train.config.schema import AdapterConfig, StageConfig, TrainConfig
 from idlm.train.data.dataset import collate
+from idlm.train.distributed.deepspeed import route_library_output
 from idlm.train.model.gated_lora import is_trained, peft_tensors
 from idlm.train.objectives.base import Batch, Head, Terms
 from idlm.train.objectives.curriculum import rate_factor
@@ -90,6 +91,7 @@ def main(arguments: list[str]) -> int:
 
 def train_selector(config: TrainConfig, *, print_line: Callable[[str], Any] = print) -> PathModule:
     """Train and publish. UserError IDLM-0521 for a checkpoint without masks, and those of `idlm-train`."""
+    route_library_output()
     checkpoint = Path(config.model.path or "")
     semantics = Semantics.load(checkpoint)
     if semantics.causality != "causal" or semantics.stride == 1:

@@ -19,19 +19,16 @@ from typing import Any
 from benchmarks import models
 from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, pass_cost, whole_answers
 from benchmarks.engine.decode import linears_ms
-from benchmarks.engine.decoding.harness import SAMPLING, Load
+from benchmarks.engine.decoding.harness import SAMPLING, Load, fits
 from benchmarks.engine.decoding.replay import Trace, trace_of
 from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,64,256 block=32 context=1024 "
-    "traces=p0.53,p0.77 parts=full,commit sampling=T1 rounds=3 passes=60 blocks=4 "
-    "record=true"
+    "traces=p0.53,p0.77 parts=full,commit sampling=T1 rounds=3 passes=60 blocks=4 record=true"
 )
 COMMIT_BATCH = 64
-MIN_LARGE_BATCH = 128
-"""Rounds of larger batches have a quarter of the passes, because each pass takes a quarter of a second."""
 TOLERANCE = 0.02
 """Relative, of tokens per forward against the trace's: a pass cannot always store all clean blocks."""
 
@@ -66,17 +63,19 @@ def full(bench: Bench) -> None:
     """Step times of every batch against linears alone, and the share of the product's rate they reach."""
     block, trace = bench.number("block"), bench.traces[0]
     for batch in numbers(bench.options["batch"]):
-        num_passes = bench.number("passes")
-        if batch >= MIN_LARGE_BATCH:
-            num_passes = max(1, num_passes // 4)
+        # A pass of a large batch takes a quarter of a second.
+        num_passes = max(1, bench.number("passes") // (4 if batch >= 2 * COMMIT_BATCH else 1))
         # Twice the tokens that sequences emit in a round on average.
         load = bench.load(batch, block * 2 + int(2.0 * (1 + trace.mean) * num_passes))
-        steady = SteadyBlocks(bench.model, BlockArm(name="full", stride=block), load, trace, num_passes)
+        arm = BlockArm(name="full", stride=block)
+        if not fits(bench.model, arm, load):
+            print(f"{batch} blocks do not fit into the GPU's memory", flush=True)
+            continue
+        steady = SteadyBlocks(bench.model, arm, load, trace, num_passes)
         measured = BlockMeasured(arm=steady.arm, load=steady.load, width=block)
         for _ in range(bench.number("rounds")):
             steady.measure(measured)
-        del steady
-        free_cached_memory()
+        steady.free()
         _add_step(bench, batch, measured)
 
 
@@ -106,12 +105,11 @@ def commit(bench: Bench) -> None:
     for trace in bench.traces:
         found = []
         for is_fused in (True, False):
-            answers = whole_answers(bench.model, replace(arm, fused=is_fused), load, trace)
+            found.append(answers := whole_answers(bench.model, replace(arm, fused=is_fused), load, trace))
             free_cached_memory()
-            found.append(answers)
             case = {"batch": batch, "trace": trace.name, "fused_commit": is_fused}
-            tokens, expected = answers.tokens_per_forward, answers.expected_tokens_per_forward
-            bench.add(case, "tokens_per_forward", tokens, "tokens", baseline=expected)
+            expected = answers.expected_tokens_per_forward
+            bench.add(case, "tokens_per_forward", answers.tokens_per_forward, "tokens", baseline=expected)
         gain = found[0].tokens_per_forward / found[1].tokens_per_forward
         expected = found[0].expected_tokens_per_forward / found[1].expected_tokens_per_forward
         case = {"batch": batch, "trace": trace.name, "blocks": num_blocks}

@@ -11,6 +11,7 @@ with the verdicts of a trace; what the selector adds to a step, over the step.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,8 @@ def gain(report: Report, options: dict[str, str]) -> None:
     else:
         task = TASKS.get(options["task"])(level=options["level"])
         prompts = [sample.prompt for sample in task_samples(task, "test", num)]
-    params = SamplingParams(
-        temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]), seed=1
-    )
+    temperature, max_tokens = float(options["temperature"]), int(options["max_tokens"])
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
     more: dict[str, Any] = {"stride": int(options["stride"])} if options["stride"] else {}
     sizes = options | {"batch": str(num), "dtype": "auto"}
     for strategy in options["strategies"].split(","):
@@ -59,7 +59,7 @@ def gain(report: Report, options: dict[str, str]) -> None:
                 del engine
             # Prompts are not decoded: each takes one pass, as all have room.
             found[selector] = sum(len(c.token_ids) for c in done) / sum(c.num_forwards - 1 for c in done)
-        case = {"strategy": strategy, "prompts": len(prompts), "temperature": params.temperature}
+        case = {"strategy": strategy, "prompts": len(prompts), "temperature": temperature, **more}
         case |= {"model": Path(options["model"]).name}
         report.add(case, "tokens_per_forward_gain", found[True] / found[False], "x", baseline=None)
         report.add(case, "tokens_per_forward", found[True], "tokens", baseline=found[False])
@@ -73,18 +73,15 @@ def step_share(report: Report, options: dict[str, str]) -> None:
         concurrency, context = numbers(word.replace("x", ","))
         load = Load(concurrency, context, int(options["tokens"]), SAMPLING["T1"])
         for strategy in options["strategies"].split(","):
-            found = list[Measured]()
-            engines = list[SteadyEngine]()
-            for draws in (False, True):
-                arm = Arm(name=f"selector={draws}", strategy=strategy, stride=stride, selector=draws)
-                engines.append(SteadyEngine(model, arm, load, trace_of(options["trace"], stride)))
-                found.append(Measured(arm=arm, load=load, width=0))
+            plain = Arm(name="plain", strategy=strategy, stride=stride)
+            arms, trace = (plain, replace(plain, selector=True)), trace_of(options["trace"], stride)
+            engines = [SteadyEngine(model, arm, load, trace) for arm in arms]
+            found = [Measured(arm=arm, load=load, width=0) for arm in arms]
             for _ in range(int(options["rounds"])):
                 for engine, measured in zip(engines, found, strict=True):
                     engine.measure(measured)
-            plain, selected = (measured.step_ms() for measured in found)
+            share = found[1].step_ms() / found[0].step_ms() - 1
             case = {"shape": options["shape"], "strategy": strategy, "stride": stride, "context": context}
-            share = (selected - plain) / plain
             report.add(case | {"concurrency": concurrency}, "step_share", share, "share")
 
 
