@@ -2,7 +2,8 @@
 
 Of each mask row t, with hidden state h_t after the final norm and logits U_t, the 16 likeliest tokens are
 candidates. S_t(a, b) = U_t(b) + <A[a] * (H h_t), B[b]> scores candidate b after the draft a before it; the
-first draft follows the token that the pass emits (`kernels/draft_walk`). Shapes: V vocabulary, D width, W the
+first draft follows the token that the pass emits (`kernels/draft_walk`). The other tokens keep their logits,
+so that a new selector, with B = 0, changes nothing. Shapes: V vocabulary, D width, W the
 selector's own width."""
 
 from __future__ import annotations

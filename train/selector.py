@@ -3,10 +3,10 @@
     python -m idlm.train.selector recipe=selector model.path=outputs/smollm2_lora data.path=chats.jsonl
 
 The options are those of `idlm-train`, without stages. The model runs over rows `[x_t | x_0]` of the
-checkpoint's own stride. For each mask whose true next token is among its 16 likeliest, the selector's
-distribution over these 16, after the true token before, is trained by cross-entropy; with
-`train.distill=overlap`, for each mask, by its overlap with the distribution of the clean row, which is the
-expected acceptance. A mask predicts the token after its own position, so the token at that position is the
+checkpoint's own stride. The distribution of each mask, in which the selector's scores after the true token
+before replace the logits of the 16 likeliest tokens, is trained by cross-entropy; with
+`train.distill=overlap` by its overlap with the distribution of the clean row, which is the expected
+acceptance. A mask predicts the token after its own position, so the token at that position is the
 predecessor. `output_dir` gets a copy of the checkpoint with the selector in it.
 
 Shape letters: M masks of a batch, V vocabulary, D width, K candidates."""
@@ -71,15 +71,15 @@ class PathModule(nn.Module):
 
 @dataclass(slots=True)
 class Losses:
-    """Sums over masks: all masks, those that train, their loss, and the expected acceptance of plain drafts
-    and of the selector's, after the true tokens."""
+    """Sums over masks: their number, those whose true token is a candidate, the loss, and the expected
+    acceptance of plain drafts and of the selector's, after the true tokens."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
 
     def text(self) -> str:
-        masks, trained, loss, plain, selected = self.sums.tolist()
+        masks, among, loss, plain, selected = self.sums.tolist()
         return (
-            f"loss {loss / max(1, trained):.4f}  among the candidates {trained / masks:.3f}  "
+            f"loss {loss / masks:.4f}  among the candidates {among / masks:.3f}  "
             f"acceptance {plain / masks:.4f} -> {selected / masks:.4f}"
         )
 
@@ -236,16 +236,14 @@ def selector_loss(
     values_MK, ids_MK = draft_MV.topk(min(NUM_CANDIDATES, draft_MV.shape[1]), dim=-1)
     projected_MW = nn.functional.linear(hidden_MD.float(), weights.hidden_WD)
     tables = weights.previous_VW, weights.candidate_VW
-    logs_MK = path_scores(*tables, previous_M, ids_MK, values_MK, projected_MW).log_softmax(-1)
-    is_label_MK = ids_MK == labels_M[:, None]
-    is_among_M = is_label_MK.any(-1)
-    p_MV, q_MV = clean_MV.softmax(-1), draft_MV.softmax(-1)
-    overlap_M = torch.minimum(p_MV.gather(1, ids_MK), logs_MK.exp()).sum(-1)
-    loss_M = 1 - overlap_M if takes_overlap else -(logs_MK * is_label_MK).sum(-1)
-    plain = torch.minimum(p_MV, q_MV).sum()
-    trained_M = torch.ones_like(is_among_M) if takes_overlap else is_among_M
-    loss = (loss_M * trained_M).sum()
-    sums = (torch.tensor(len(labels_M)), trained_M.sum(), loss, plain, overlap_M.sum())
+    scores_MK = path_scores(*tables, previous_M, ids_MK, values_MK, projected_MW)
+    logs_MV = draft_MV.scatter(1, ids_MK, scores_MK).log_softmax(-1)
+    p_MV = clean_MV.softmax(-1)
+    overlap = torch.minimum(p_MV, logs_MV.exp()).sum()
+    loss = len(labels_M) - overlap if takes_overlap else -logs_MV.gather(1, labels_M[:, None]).sum()
+    plain = torch.minimum(p_MV, draft_MV.softmax(-1)).sum()
+    is_among_M = (ids_MK == labels_M[:, None]).any(-1)
+    sums = (torch.tensor(len(labels_M)), is_among_M.sum(), loss, plain, overlap)
     return loss, torch.stack([one.detach().double().cpu() for one in sums])
 
 

@@ -270,11 +270,9 @@ class IsdDecoder(Decoder):
             layout_Z=self.draft_buffer_Z,
             takes_best=self.config.acceptance == "published",
         )
-        rows_BJ = verdict.draft_rows_BJ
+        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
         if self.selector is not None:
-            rows_BJ = self._select(table, batch, plan, wanted, logits_XV, verdict, uniforms_BD)
-        if self.selector is None or self._drafts_again[batch.mode]:
-            put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
+            self._select(table, batch, plan, wanted, logits_XV, verdict, uniforms_BD)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
         is_found_B = self._look_up(table, plan) if self.config.prompt_lookup_min else None
@@ -307,24 +305,22 @@ class IsdDecoder(Decoder):
         logits_XV: Tensor,
         verdict: Verdict,
         uniforms_BD: Tensor,
-    ) -> Tensor:
-        """Draw the drafts of mask rows by the selector; returns the rows of the others."""
+    ) -> None:
+        """Draw the drafts of mask rows by the selector, in place of those that are there."""
         assert self.selector is not None
         num_masks, rows_BJ = self.num_masks, verdict.draft_rows_BJ
-        mask_rows_BJ, other_rows_BJ = rows_BJ, rows_BJ
         if self._drafts_again[batch.mode]:
             assert plan.is_mask_R is not None
             is_mask_BJ = plan.is_mask_R[plan.logit_rows_X[rows_BJ.clamp(min=0)]]
-            mask_rows_BJ, other_rows_BJ = (rows_BJ.where(part, NO_ROW) for part in (is_mask_BJ, ~is_mask_BJ))
+            rows_BJ = rows_BJ.where(is_mask_BJ, NO_ROW)
         rows = MaskRows(
             wanted=wanted,
             logits_XV=logits_XV,
-            rows_BJ=mask_rows_BJ,
+            rows_BJ=rows_BJ,
             anchors_B=verdict.token_ids_BA.gather(1, verdict.accepted_B[:, None])[:, 0],
             uniforms_BJ=uniforms_BD[:, num_masks + 1 : 2 * num_masks + 1],
         )
         self.selector.draw(table, batch, rows, self.draft_probs, self.drafts_ZJ)
-        return other_rows_BJ
 
     def _look_up(self, table: SequenceState, plan: StepPlan) -> Tensor:
         """Replace drafts by what followed the same tokens before, the newest included. Returns is_found_B.

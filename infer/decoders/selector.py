@@ -4,7 +4,8 @@ tokens of a mask row after the draft before it (DFlash 2); `idlm.selector` state
 Without one, drafts are independent draws from mask rows, none of which saw the drafts before it. Drafts stay
 exact whatever it computes, as long as each is drawn from the very distribution that is stored with it, and
 that distribution depends on nothing but the pass and the drafts before it. Two launches select the candidates
-of all rows, one draws the drafts of each sequence in order, and one stores what they were drawn from. B
+of all rows, one takes them out of the stored rows, one draws the drafts of each sequence in order, and one
+stores what they were drawn from. B
 sequences of a pass, J drafts, M = B * J draft rows, X wanted rows, V vocabulary, Z lanes."""
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class PathSelector:
     def draw(
         self, table: SequenceState, batch: Batch, rows: MaskRows, store: Drafts, drafts_ZJ: Tensor
     ) -> None:
-        """Draw each draft of `rows` and store it, and the distribution that it was drawn from, in its lane.
-        Does not wait for the device."""
+        """Draw each draft of `rows`, whose plain distributions `store` holds, and store it and the
+        distribution that it was drawn from in its lane. Does not wait for the device."""
         wanted, rows_M = rows.wanted, rows.rows_BJ.flatten()
         hidden_MD = wanted.hidden_RD[wanted.rows_X[rows_M.clamp(min=0)]]
         walk(

@@ -10,9 +10,12 @@ import triton.language as tl
 from idlm.kernels.sampling.kernel import (
     BEST,
     MASS,
+    MAX,
     NUM_NUMBERS,
     SCALE,
     THRESHOLD,
+    draw_token,
+    is_filtered,
     scale_of,
     weight,
 )
@@ -70,7 +73,7 @@ def merge_candidates_kernel(p_parts, p_rows, found, num_parts, PARTS: tl.constex
 
 @triton.jit
 def kept_scores(b_scores, scale, settings, lane, FILTERS: tl.constexpr, K: tl.constexpr):
-    """Scores, relative to the largest, of the candidates that a lane's settings keep; -inf for the others."""
+    """Scores of the candidates that the settings of a lane without a rest keep; -inf for the others."""
     o_index = tl.arange(0, K)
     b_above = b_scores[None, :] > b_scores[:, None]
     b_before = b_above | ((b_scores[None, :] == b_scores[:, None]) & (o_index[None, :] < o_index[:, None]))
@@ -79,7 +82,7 @@ def kept_scores(b_scores, scale, settings, lane, FILTERS: tl.constexpr, K: tl.co
     if FILTERS:
         top_k, top_p = tl.load(settings[1] + lane), tl.load(settings[2] + lane)
         b_kept = (tl.sum(b_above.to(tl.int32), 1) < top_k) | (top_k <= 0)
-        b_mass = tl.where(b_kept, weight(b_scores, 0.0, scale), 0.0).to(tl.float64)
+        b_mass = tl.where(b_kept, weight(b_scores, tl.max(b_scores, 0), scale), 0.0).to(tl.float64)
         b_sum = tl.sum(tl.where(b_before, b_mass[None, :], 0.0), 1)
         b_kept = b_kept & ((b_sum < top_p * tl.sum(b_mass, 0)) | (top_p >= 1) | b_is_best)
         b_kept = b_kept & (b_mass >= tl.load(settings[3] + lane))
@@ -98,6 +101,59 @@ def pick_few(b_mass, target, K: tl.constexpr):
 
 
 @triton.jit
+def keeps_rest(settings, lane, num_tokens, FILTERS: tl.constexpr):
+    """Whether tokens that are no candidates stay: not at temperature 0 or under filters."""
+    is_kept = tl.load(settings[0] + lane) != 0
+    if FILTERS:
+        is_kept = is_kept & ~is_filtered(settings[0], settings[1], settings[2], settings[3], lane, num_tokens)
+    return is_kept
+
+
+@triton.jit
+def rest_kernel(
+    candidates,
+    store,
+    settings,
+    p_rows,
+    p_lanes,
+    num_tokens,
+    num_chunks,
+    num_drafts,
+    FILTERS: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Take the candidates of one draft out of its stored row, and the other tokens unless they stay."""
+    i_draft = tl.program_id(0).to(tl.int64)
+    if tl.load(p_rows + i_draft) >= 0:
+        lane = tl.load(p_lanes + i_draft // num_drafts).to(tl.int64)
+        slot = lane * num_drafts + i_draft % num_drafts
+        is_kept = keeps_rest(settings, lane, num_tokens, FILTERS)
+        o_index, o_chunk = tl.arange(0, K), tl.arange(0, CHUNKS)
+        b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
+        b_own = b_id // CHUNK
+        p_masses, p_row = store.masses_ZJC + slot * num_chunks, store.logits_ZJV + slot * num_tokens
+        # A chunk without mass was not copied.
+        b_has_rest = (tl.load(p_masses + b_own) > 0) & is_kept
+        o_token = b_own[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        m_token = o_token < num_tokens
+        b_rest = tl.load(p_row + o_token, mask=m_token & b_has_rest[:, None], other=float("-inf"))
+        for i in range(K):
+            b_rest = tl.where(o_token == tl.load(candidates.ids_MK + i_draft * K + i), float("-inf"), b_rest)
+        p_numbers = store.numbers_ZJF + slot * NUM_NUMBERS
+        largest = tl.load(p_numbers + MAX).to(tl.float32)
+        b_mass = tl.sum(weight(b_rest, largest, tl.load(p_numbers + SCALE)), 1)
+        # Candidates may share a chunk.
+        tl.debug_barrier()
+        if ~is_kept:
+            tl.store(p_masses + o_chunk, tl.zeros([CHUNKS], tl.float32), mask=o_chunk < num_chunks)
+            tl.debug_barrier()
+        tl.store(p_row + o_token, b_rest, mask=m_token)
+        tl.store(p_masses + b_own, b_mass)
+
+
+@triton.jit
 def walk_kernel(
     scored,
     candidates,
@@ -109,22 +165,28 @@ def walk_kernel(
     p_drafts,
     p_scores,
     uniform_stride,
+    num_tokens,
+    num_chunks,
     num_drafts,
     width,
     FILTERS: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """The drafts of one sequence, each after the one before it, and the scores that they are drawn from."""
     i_sequence = tl.program_id(0).to(tl.int64)
     lane = tl.load(p_lanes + i_sequence).to(tl.int64)
     scale = scale_of(tl.load(settings[0] + lane))
-    o_width, o_index = tl.arange(0, WIDTH), tl.arange(0, K)
+    is_kept = keeps_rest(settings, lane, num_tokens, FILTERS)
+    o_width, o_index, o_chunk = tl.arange(0, WIDTH), tl.arange(0, K), tl.arange(0, CHUNKS)
     m_width = o_width < width
     previous = tl.load(scored.anchors_B + i_sequence)
     for j in range(num_drafts):
         i_draft = i_sequence * num_drafts + j
         if tl.load(p_rows + i_draft) >= 0:
+            # 1. Scores of the candidates after the draft before them.
             b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
             b_logits = tl.load(candidates.logits_MK + i_draft * K + o_index)
             p_projected = scored.projected_MW + i_draft * width + o_width
@@ -134,59 +196,84 @@ def walk_kernel(
             p_table = scored.candidate_VW + b_id[:, None] * width + o_width[None, :]
             b_table = tl.load(p_table, mask=m_width[None, :], other=0.0).to(tl.float32)
             b_scores = b_logits + tl.sum(b_table * b_query[None, :], 1)
-            b_scores = b_scores - tl.max(b_scores, 0)
-            b_stored = b_scores.to(store.logits_ZJV.dtype.element_ty)
-            b_kept = kept_scores(b_stored.to(tl.float32), scale, settings, lane, FILTERS, K)
-            tl.store(p_scores + i_draft * K + o_index, b_kept)
-            b_weight = weight(b_kept, 0.0, scale)
-            uniform = tl.load(p_uniforms + i_sequence * uniform_stride + j)
-            target = (uniform * tl.sum(b_weight, 0).to(tl.float64)).to(tl.float32)
-            chosen = pick_few(b_weight, target, K)
-            previous = tl.sum(tl.where(o_index == chosen, b_id, 0), 0)
+            b_scores = b_scores.to(store.logits_ZJV.dtype.element_ty).to(tl.float32)
+            if ~is_kept:
+                b_scores = kept_scores(b_scores, scale, settings, lane, FILTERS, K)
+            tl.store(p_scores + i_draft * K + o_index, b_scores)
+            # 2. Weights of the candidates and of the rest, relative to the largest of all.
+            slot = lane * num_drafts + j
+            p_numbers, p_masses = store.numbers_ZJF + slot * NUM_NUMBERS, store.masses_ZJC + slot * num_chunks
+            row_largest = tl.load(p_numbers + MAX).to(tl.float32)
+            largest = largest_of(b_scores, row_largest, is_kept)
+            b_weight = weight(b_scores, largest, scale)
+            own = tl.sum(b_weight.to(tl.float64), 0)
+            b_mass = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0).to(tl.float64)
+            rest = tl.sum(b_mass, 0) * weight(row_largest, largest, scale)
+            # 3. The draft: a candidate, or else one of the other tokens.
+            target = tl.load(p_uniforms + i_sequence * uniform_stride + j) * (own + rest)
+            if (target < own) | (rest <= 0):
+                chosen = pick_few(b_weight, target.to(tl.float32), K)
+                previous = tl.sum(tl.where(o_index == chosen, b_id, 0), 0)
+            else:
+                p_row, uniform = store.logits_ZJV + slot * num_tokens, (target - own) / rest
+                previous = draw_token(
+                    p_row, p_numbers, p_masses, uniform, num_tokens, num_chunks, CHUNK, CHUNKS
+                ).to(tl.int64)
             tl.store(p_drafts + lane * num_drafts + j, previous)
 
 
 @triton.jit
-def put_candidates_kernel(
+def largest_of(b_scores, row_largest, is_kept):
+    """The logit to which weights are relative. The largest of a row stays one though it is a candidate."""
+    return tl.maximum(tl.max(b_scores, 0), tl.where(is_kept, row_largest, float("-inf")))
+
+
+@triton.jit
+def put_scores_kernel(
     candidates,
     store,
-    p_temperature,
+    settings,
     p_rows,
     p_lanes,
     p_scores,
     num_tokens,
     num_chunks,
     num_drafts,
+    FILTERS: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Store the distribution of one draft: scores of its candidates, -inf for what shares their chunks."""
+    """Add the candidates of one draft, by their scores, to the stored row of the other tokens."""
     i_draft = tl.program_id(0).to(tl.int64)
     if tl.load(p_rows + i_draft) >= 0:
-        i_sequence = i_draft // num_drafts
-        lane = tl.load(p_lanes + i_sequence).to(tl.int64)
+        lane = tl.load(p_lanes + i_draft // num_drafts).to(tl.int64)
         slot = lane * num_drafts + i_draft % num_drafts
-        scale = scale_of(tl.load(p_temperature + lane))
+        scale = scale_of(tl.load(settings[0] + lane))
         o_index, o_chunk = tl.arange(0, K), tl.arange(0, CHUNKS)
         b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
         b_scores = tl.load(p_scores + i_draft * K + o_index)
-        b_weight = weight(b_scores, 0.0, scale)
+        p_masses, p_row = store.masses_ZJC + slot * num_chunks, store.logits_ZJV + slot * num_tokens
+        p_numbers = store.numbers_ZJF + slot * NUM_NUMBERS
+        row_largest = tl.load(p_numbers + MAX).to(tl.float32)
+        largest = largest_of(b_scores, row_largest, keeps_rest(settings, lane, num_tokens, FILTERS))
+        b_weight, factor = weight(b_scores, largest, scale), weight(row_largest, largest, scale)
         b_own = b_id // CHUNK
         b_mass = tl.sum(tl.where(b_own[None, :] == b_own[:, None], b_weight[None, :], 0.0), 1)
-        p_masses, p_row = store.masses_ZJC + slot * num_chunks, store.logits_ZJV + slot * num_tokens
-        tl.store(p_masses + o_chunk, tl.zeros([CHUNKS], tl.float32), mask=o_chunk < num_chunks)
-        o_token = b_own[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        b_fill = tl.full([K, CHUNK], float("-inf"), tl.float32).to(store.logits_ZJV.dtype.element_ty)
-        tl.store(p_row + o_token, b_fill, mask=(o_token < num_tokens) & (b_mass > 0)[:, None])
-        # What follows overwrites some of it.
+        b_mass += tl.load(p_masses + b_own) * factor
+        b_rest = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0) * factor
+        mass = tl.sum(b_rest.to(tl.float64), 0) + tl.sum(b_weight.to(tl.float64), 0)
+        # What follows overwrites some of what was read.
         tl.debug_barrier()
-        tl.store(p_masses + b_own, b_mass, mask=b_mass > 0)
-        tl.store(p_row + b_id, b_scores.to(store.logits_ZJV.dtype.element_ty), mask=b_mass > 0)
+        tl.store(p_masses + o_chunk, b_rest, mask=o_chunk < num_chunks)
+        tl.debug_barrier()
+        tl.store(p_masses + b_own, b_mass)
+        tl.store(p_row + b_id, b_scores.to(store.logits_ZJV.dtype.element_ty))
         o_number = tl.arange(0, NUM_NUMBERS)
         best = tl.max(tl.where(b_scores == tl.max(b_scores, 0), b_id ^ LOW_WORD, 0), 0)
-        b_number = tl.where(o_number == SCALE, scale, 0.0)
+        b_number = tl.where(o_number == MAX, largest, 0.0).to(tl.float64)
+        b_number = tl.where(o_number == SCALE, scale, b_number)
         b_number = tl.where(o_number == THRESHOLD, LOWEST, b_number)
-        b_number = tl.where(o_number == MASS, tl.sum(b_weight, 0).to(tl.float64), b_number)
+        b_number = tl.where(o_number == MASS, mass, b_number)
         b_number = tl.where(o_number == BEST, (best ^ LOW_WORD).to(tl.float64), b_number)
-        tl.store(store.numbers_ZJF + slot * NUM_NUMBERS + o_number, b_number)
+        tl.store(p_numbers + o_number, b_number)

@@ -95,11 +95,12 @@ def walk(
     drafts_ZJ: Tensor,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Draw the draft of every row of `rows_BJ` that is not -1 after the draft before it, and store it in its
-    lane with the distribution over its candidates that it was drawn from.
+    """Draw the draft of every row of `rows_BJ` that is not -1 after the draft before it. Its lane holds the
+    row's plain distribution (`sampling.put`), which becomes the one that the draft was drawn from.
 
-    `settings` per lane and `filters`: as of `row_probs`, applied to the scores of the candidates. The
-    distribution is of the scores as the store keeps them."""
+    `settings` per lane and `filters`: as of `row_probs`. A lane without filters whose temperature is not 0
+    keeps the tokens that are no candidates; the settings of the others apply to the scores of the candidates
+    alone. The distribution is of the scores as the store keeps them."""
     num_sequences, num_drafts = rows_BJ.shape
     if isinstance(store, PlainDraftProbs):
         _plain_walk(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, filters)
@@ -110,27 +111,30 @@ def walk(
     from idlm.kernels.draft_walk import kernel
 
     num_tokens, width = store.logits_ZJV.shape[2], scored.previous_VW.shape[1]
-    shape, num_candidates = ChunkShape(num_tokens, tuning), candidates.ids_MK.shape[1]
-    scores_MK = torch.empty_like(candidates.logits_MK)
+    shape, scores_MK = ChunkShape(num_tokens, tuning), torch.empty_like(candidates.logits_MK)
     if not num_sequences * num_drafts:
         return
+    sizes = (num_tokens, shape.num_chunks, num_drafts)
+    constants = {
+        "FILTERS": filters,
+        "K": candidates.ids_MK.shape[1],
+        "CHUNK": shape.chunk,
+        "CHUNKS": shape.chunks,
+    }
+    kernel.rest_kernel[(num_sequences * num_drafts,)](
+        *(candidates, store, settings, rows_BJ, lanes_B, *sizes), **constants, num_warps=4
+    )
     kernel.walk_kernel[(num_sequences,)](
         *(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, scores_MK),
-        *((uniforms_BJ.stride(0), num_drafts, width)),
-        FILTERS=filters,
-        K=num_candidates,
+        *(uniforms_BJ.stride(0), *sizes, width),
         WIDTH=triton.next_power_of_2(width),
+        **constants,
         num_warps=4,
         # Scores are compared with their own copies in other lanes.
         **backend.rounds_as_written(),
     )
-    kernel.put_candidates_kernel[(num_sequences * num_drafts,)](
-        *(candidates, store, settings[0], rows_BJ, lanes_B, scores_MK),
-        *((num_tokens, shape.num_chunks, num_drafts)),
-        K=num_candidates,
-        CHUNK=shape.chunk,
-        CHUNKS=shape.chunks,
-        num_warps=4,
+    kernel.put_scores_kernel[(num_sequences * num_drafts,)](
+        *(candidates, store, settings, rows_BJ, lanes_B, scores_MK, *sizes), **constants, num_warps=4
     )
 
 
@@ -145,18 +149,39 @@ def _plain_walk(
     drafts_ZJ: Tensor,
     filters: bool,
 ) -> None:
-    shape = *rows_BJ.shape, -1
+    shape, num_tokens = (*rows_BJ.shape, -1), store.probs_ZJV.shape[2]
     ids_BJK, logits_BJK = candidates.ids_MK.view(shape), candidates.logits_MK.view(shape)
     projected_BJW, previous_B = scored.projected_MW.view(shape), scored.anchors_B
     for j in range(rows_BJ.shape[1]):
         b = torch.nonzero(rows_BJ[:, j] >= 0)[:, 0]
-        ids_bK, lanes_b = ids_BJK[b, j], lanes_B[b]
-        rows = ids_bK, logits_BJK[b, j], projected_BJW[b, j]
+        ids_bK, logits_bK, lanes_b = ids_BJK[b, j], logits_BJK[b, j], lanes_B[b]
+        rows = ids_bK, logits_bK, projected_BJW[b, j]
         scores_bK = path_scores(scored.previous_VW, scored.candidate_VW, previous_B[b], *rows)
-        probs_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
-        chosen_b1 = invert(probs_bK, uniforms_BJ[b, j])[:, None]
-        drafts_b = ids_bK.gather(1, chosen_b1)[:, 0]
-        q_bV = torch.zeros_like(store.probs_ZJV[lanes_b, j])
-        store.probs_ZJV[lanes_b, j] = q_bV.scatter_(1, ids_bK, probs_bK)
+        own_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
+        # The candidates share the draft with the rest, as in a softmax of scores and of the others' logits.
+        plain_bV, keeps_b = store.probs_ZJV[lanes_b, j], _keeps_rest(settings, lanes_b, num_tokens, filters)
+        rest_bV = plain_bV.scatter(1, ids_bK, 0.0) * keeps_b[:, None]
+        temperature_b1 = settings[0][lanes_b, None].where(keeps_b[:, None], 1.0)
+        gained_b = ((scores_bK - logits_bK[:, :1]).double() / temperature_b1).logsumexp(-1)
+        rest_b = rest_bV.sum(-1)
+        share_b1 = (gained_b + plain_bV.gather(1, ids_bK[:, :1])[:, 0].log() - rest_b.log()).sigmoid()[
+            :, None
+        ]
+        share_b1 = share_b1.where(rest_b[:, None] > 0, 1.0)
+        rest_bV *= (1 - share_b1) / rest_b[:, None].where(rest_b[:, None] > 0, 1.0)
+        chosen_b = invert(torch.cat((own_bK * share_b1, rest_bV), 1), uniforms_BJ[b, j])
+        num = ids_bK.shape[1]
+        of_own_b = ids_bK.gather(1, chosen_b.clamp(max=num - 1)[:, None])[:, 0]
+        drafts_b = of_own_b.where(chosen_b < num, chosen_b - num)
+        store.probs_ZJV[lanes_b, j] = rest_bV.scatter(1, ids_bK, own_bK * share_b1)
         drafts_ZJ[lanes_b, j] = drafts_b
         previous_B = previous_B.index_copy(0, b, drafts_b)
+
+
+def _keeps_rest(
+    settings: tuple[Tensor, Tensor, Tensor, Tensor], lanes_b: Tensor, num_tokens: int, filters: bool
+) -> Tensor:
+    """Whether the tokens that are no candidates stay drafts of these lanes, bool [b]."""
+    temperature_b, top_k_b, top_p_b, min_p_b = (setting[lanes_b] for setting in settings)
+    is_filtered_b = ((top_k_b > 0) & (top_k_b < num_tokens)) | (top_p_b < 1) | (min_p_b > 0)
+    return (temperature_b != 0) & ~(is_filtered_b & filters)

@@ -1,7 +1,7 @@
 """The sampling law with a selector of drafts, which is random here: the AR law, as without one.
 
 By default few draws of one case; every strategy: `-m "sweep or not sweep"`. Four of the five tokens are
-candidates, so that p has tokens which q never draws."""
+candidates, so that the fifth keeps its logit, and q never draws it under filters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from idlm.infer.decoders.selector import MaskRows, PathSelector
 from idlm.kernels.sampling import put
@@ -107,16 +106,15 @@ def _q_after_another_token(
     state[1].copy_(drafts_ZJ)
 
 
-def _q_outside_of_the_candidates(
+def _no_q_outside_of_the_candidates(
     draw: Draw, self: PathSelector, table: Any, batch: Any, rows: MaskRows, *state: Any
 ) -> None:
-    """The residual subtracts what the plain q has on tokens that are no candidates."""
+    """The test and the residual miss what drafts have on the token that is no candidate."""
     draw(self, table, batch, rows, *state)
     store = state[0]
     assert isinstance(store, PlainDraftProbs)
-    plain = table.probs(rows.wanted.logits(), batch.lanes_B, False).probs_XV[rows.rows_BJ.clamp(min=0)]
-    own_BJV = store.probs_ZJV[batch.lanes_B]
-    store.probs_ZJV[batch.lanes_B] = torch.where(own_BJV > 0, own_BJV, 3 * plain)
+    others_BJ1 = rows.logits_XV[rows.rows_BJ.clamp(min=0)].argmin(-1, keepdim=True)
+    store.probs_ZJV[batch.lanes_B] = store.probs_ZJV[batch.lanes_B].scatter(-1, others_BJ1, 0.0)
 
 
 def _a_number_of_the_test(
@@ -128,7 +126,12 @@ def _a_number_of_the_test(
     draw(self, table, batch, replace(rows, uniforms_BJ=first_B1.expand(-1, num_drafts)), *state)
 
 
-FAULTS = (_q_before_the_selector, _q_after_another_token, _q_outside_of_the_candidates, _a_number_of_the_test)
+FAULTS = (
+    _q_before_the_selector,
+    _q_after_another_token,
+    _no_q_outside_of_the_candidates,
+    _a_number_of_the_test,
+)
 
 
 @pytest.mark.sweep_but(1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.draft_walk import Candidates, Walk, top_candidates, walk
-from idlm.kernels.sampling import draft_probs, draw_stored
+from idlm.kernels.sampling import draft_probs, draw_stored, put, row_probs
 from idlm.kernels.sampling.types import Drafts, Tuning
 from tests.kernels.cases.sampling_steps import stored_probs
 
@@ -69,6 +69,12 @@ class Case:
             *shape, self.num_tokens, dtype=self.dtype, device=torch.device(self.device), tuning=self.tuning
         )
         drafts_ZJ = torch.full(shape, -5, device=self.device)
+        lanes_X = torch.zeros(len(self.logits_XV), dtype=torch.int64, device=self.device)
+        is_draft_BJ = self.rows_BJ >= 0
+        lanes_X[self.rows_BJ[is_draft_BJ]] = self.lanes_B[:, None].expand_as(self.rows_BJ)[is_draft_BJ]
+        settings = (setting[lanes_X] for setting in self.settings)
+        probs = row_probs(self.logits_XV, *settings, filters=filters, tuning=self.tuning)
+        put(store, self.lanes_B, probs, self.rows_BJ, active_B=is_draft_BJ.any(1))
         walk(
             self.scored,
             self.candidates(),

@@ -21,7 +21,8 @@ def candidates_reference(logits_V: Tensor) -> list[int]:
 
 
 def walk_reference(case: Case, *, filters: bool) -> tuple[Tensor, Tensor]:
-    """Drafts [Z, J], -5 where none is drawn, and distributions [Z, J, V] that they are drawn from."""
+    """Drafts [Z, J], -5 where none is drawn, and distributions [Z, J, V] that they are drawn from: candidates
+    first, then the other tokens by id, unless temperature 0 or filters leave the candidates alone."""
     num_lanes = len(case.settings[0])
     drafts_ZJ = torch.full((num_lanes, case.num_drafts), -5)
     q_ZJV = torch.zeros(num_lanes, case.num_drafts, case.num_tokens, dtype=torch.float64)
@@ -39,6 +40,10 @@ def walk_reference(case: Case, *, filters: bool) -> tuple[Tensor, Tensor]:
             query_W = previous_VW[previous] * projected_W
             scores = [float(case.logits_XV[row, i]) + float(query_W @ candidate_VW[i]) for i in ids]
             temperature, top_k, top_p, min_p = settings
+            if temperature > 0 and (not 0 < top_k < case.num_tokens, top_p, min_p) == (True, 1.0, 0.0):
+                rest = [token for token in range(case.num_tokens) if token not in ids]
+                scores += [float(case.logits_XV[row, token]) for token in rest]
+                ids += rest
             q_K = probs_reference(
                 torch.tensor([scores], dtype=torch.float64),
                 torch.tensor([temperature]),

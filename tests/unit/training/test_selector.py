@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("takes_overlap", [False, True])
 def test_the_loss_is_its_definition(takes_overlap: bool) -> None:
-    """Of 20 tokens 16 are candidates; a mask whose token is not among them trains the overlap alone."""
+    """Of 20 tokens 16 are candidates, whose scores take the place of their logits; the others keep theirs."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -49,29 +49,25 @@ def test_the_loss_is_its_definition(takes_overlap: bool) -> None:
     loss, sums = selector_loss(
         weights, [draft_MV, clean_MV], hidden_MD, (previous_M, labels_M), takes_overlap=takes_overlap
     )
-    expected, num_trained, overlap, plain = 0.0, 0, 0.0, 0.0
+    expected, num_among, overlap, plain = 0.0, 0, 0.0, 0.0
     for m in range(5):
         ids = draft_MV[m].topk(16).indices
         query_W = weights.previous_VW[previous_M[m]] * (weights.hidden_WD @ hidden_MD[m])
-        q_K = (draft_MV[m, ids] + weights.candidate_VW[ids] @ query_W).softmax(-1)
-        p_V = clean_MV[m].softmax(-1)
-        q_K = q_K.detach()
-        own = float(torch.minimum(q_K, p_V[ids]).sum())
+        changed_V = draft_MV[m].clone()
+        changed_V[ids] += (weights.candidate_VW[ids] @ query_W).detach()
+        q_V, p_V = changed_V.softmax(-1), clean_MV[m].softmax(-1)
+        own = float(torch.minimum(q_V, p_V).sum())
         overlap, plain = overlap + own, plain + float(torch.minimum(draft_MV[m].softmax(-1), p_V).sum())
-        is_among = bool((ids == labels_M[m]).any())
-        num_trained += is_among or takes_overlap
-        if takes_overlap:
-            expected += 1 - own
-        elif is_among:
-            expected -= float(q_K[ids == labels_M[m]].log())
-    values = torch.tensor([5, num_trained, expected, plain, overlap], dtype=torch.float64)
+        num_among += bool((ids == labels_M[m]).any())
+        expected += 1 - own if takes_overlap else -float(q_V[labels_M[m]].log())
+    values = torch.tensor([5, num_among, expected, plain, overlap], dtype=torch.float64)
     torch.testing.assert_close(sums, values, atol=1e-5, rtol=1e-5)
     loss.backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in weights)
 
 
 def test_a_run_changes_the_selector_alone(base: Path, tmp_path: Path) -> None:
-    """The acceptance before the first step is that of plain drafts among their candidates; the checkpoint is
+    """The acceptance before the first step is that of plain drafts, and grows from then on; the checkpoint is
     a copy, which the engine loads."""
     from transformers import AutoModelForCausalLM
 
@@ -81,15 +77,17 @@ def test_a_run_changes_the_selector_alone(base: Path, tmp_path: Path) -> None:
         (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
     Semantics(mask_token_id=MASK_ID, stride=3).save(tmp_path / "model")
     lines: list[str] = []
-    module = train_selector(_config(tmp_path / "model", tmp_path / "out"), print_line=lines.append)
+    config = _config(tmp_path / "model", tmp_path / "out", **{"train.steps": 8, "train.distill": "overlap"})
+    module = train_selector(config, print_line=lines.append)
     verify(tmp_path / "out")
     assert Semantics.load(tmp_path / "out").selector == "path"
     stored = load_file(tmp_path / "out" / SELECTOR_FILE)
     assert torch.equal(stored["candidate_VW"], module.candidate_VW) and module.candidate_VW.any()
     weights = (tmp_path / name / "model.safetensors" for name in ("model", "out"))
     assert len({path.read_bytes() for path in weights}) == 1
-    losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    found = [line.split("acceptance ")[1].split(" -> ") for line in lines if line.startswith("step")]
+    gains = [float(selected) - float(plain) for plain, selected in found]
+    assert len(gains) == 8 and gains[0] == 0 < gains[-1]
     engine = Engine.from_pretrained(tmp_path / "out", "isd", device="cpu", max_length=64)
     assert engine.decoder.selector is not None
     assert len(engine.generate(["Tom has 4 books."])) == 1
