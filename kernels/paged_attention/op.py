@@ -86,27 +86,16 @@ def paged_attention(
     the last; given exactly if the plan's rows have `listed_B`. `before`: where to leave the sums over the
     slots before the block, for plans whose rows have `starts_B`."""
     assert (lists_BKC is None) == (plan.rows.listed_B is None), "lists belong to a plan with listed_B alone"
-    if lists_BKC is not None or before is not None:
-        _check_sparse(q_RNH, k_cache_SKH.shape[1], plan.rows, lists_BKC, before)
+    if lists_BKC is not None:
+        size = (plan.rows.block_table.shape[0], k_cache_SKH.shape[1], plan.rows.num_listed)
+        assert lists_BKC.shape == size and lists_BKC.is_contiguous(), f"{lists_BKC.shape=} {size=}"
+        assert lists_BKC.dtype == torch.int32, f"{lists_BKC.dtype=}"
+    if before is not None:
+        assert plan.rows.starts_B is not None, "sums before the block need a plan with starts_B"
+        for sums_RN in (before.highest_RN, before.totals_RN):
+            assert sums_RN.shape == q_RNH.shape[:2] and sums_RN.is_contiguous(), f"{sums_RN.shape=}"
+            assert sums_RN.dtype == torch.float32, f"{sums_RN.dtype=}"
     caches = ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K))
     return _module(plan.backend).run(
         q_RNH, caches, plan, scale=scale, out=out, lists_BKC=lists_BKC, before=before
     )
-
-
-def _check_sparse(
-    q_RNH: torch.Tensor,
-    num_kv_heads: int,
-    rows: AttentionRows,
-    lists_BKC: torch.Tensor | None,
-    before: BeforeBlock | None,
-) -> None:
-    if lists_BKC is not None:
-        size = (rows.block_table.shape[0], num_kv_heads, rows.num_listed)
-        assert lists_BKC.shape == size and lists_BKC.is_contiguous(), f"{lists_BKC.shape=} {size=}"
-        assert lists_BKC.dtype == torch.int32, f"{lists_BKC.dtype=}"
-    if before is not None:
-        assert rows.starts_B is not None, "sums before the block need a plan with starts_B"
-        for sums_RN in (before.highest_RN, before.totals_RN):
-            assert sums_RN.shape == q_RNH.shape[:2] and sums_RN.is_contiguous(), f"{sums_RN.shape=}"
-            assert sums_RN.dtype == torch.float32, f"{sums_RN.dtype=}"
