@@ -83,20 +83,16 @@ def _attend(
     width, value_width = query_BNTH.shape[-1], value_BKTH.shape[-1]
     heads = query_BNTH, key_BKTH, value_BKTH
     if width != value_width:
-        heads = _of_one_width(heads)
+        # Filled up with zeros to the wider of them, for kernels that support one head dim.
+        widest = max(width, value_width)
+        query, key, value = (functional.pad(head, (0, widest - head.shape[-1])) for head in heads)
+        heads = query, key, value
         further["scaling"] = width**-0.5 if further.get("scaling") is None else further["scaling"]
     if clean_keys is None:
         output = function(heads, attention_mask, **further)
     else:
         output = _attend_apart(function, clean_keys, module, heads, attention_mask, **further)
     return output[..., :value_width], None
-
-
-def _of_one_width(heads: Heads) -> Heads:
-    """Heads filled up with zeros to the widest of them, for kernels that support one head dim."""
-    width = max(head.shape[-1] for head in heads)
-    query, key, value = (functional.pad(head, (0, width - head.shape[-1])) for head in heads)
-    return query, key, value
 
 
 def _attend_apart(

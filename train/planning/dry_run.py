@@ -259,8 +259,11 @@ def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
     noisy rows predict the token `shift` places on."""
     is_shown = row["doc_ids"] == 0
     clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
-    text_rows, shown_ids = (clean, row["input_ids"]) if clean.any() else (noisy, _unmasked(row))
-    token_ids, positions = shown_ids[text_rows].tolist(), row["position_ids"][noisy]
+    token_ids, positions = row["input_ids"][clean].tolist(), row["position_ids"][noisy]
+    if not token_ids:
+        # An objective without clean rows has the tokens under its masks in the labels alone.
+        unmasked = np.where(row["labels"] != IGNORE_LABEL, row["labels"], row["input_ids"])
+        token_ids = unmasked[noisy].tolist()
     opening = set((positions[positions == row["block_starts"][noisy]] + shift).tolist())
     targets = set((np.flatnonzero(row["labels"][clean] != IGNORE_LABEL) + 1).tolist())
     targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
@@ -278,12 +281,6 @@ def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
         text.append(token, style="green" if is_target else "dim")
         was_target = is_target
     return text.append("]]", style="dim") if was_target else text
-
-
-def _unmasked(row: dict[str, Any]) -> np.ndarray:
-    """The tokens of noisy rows: an objective without clean rows has them nowhere else."""
-    is_target: np.ndarray = row["labels"] != IGNORE_LABEL
-    return np.where(is_target, row["labels"], row["input_ids"])
 
 
 def _readable(tokenizer: Any, token_id: int) -> str:
