@@ -85,8 +85,9 @@ def _of_one_rank_and_scale(
                 f"{found[a].shape[0]} and {found[b].shape[-1]}",
                 fix="copy the adapter again from its source",
             )
-        found[a] = pad(found[a], (0, 0, 0, rank - own))
-        found[b] = pad(_scaled(found[b], scale_of[module] / common), (0, rank - own))
+        if (factor := scale_of[module] / common) != 1:
+            found[b] = (found[b].double() * factor).to(found[b].dtype)
+        found[a], found[b] = pad(found[a], (0, 0, 0, rank - own)), pad(found[b], (0, rank - own))
     for key in PATTERN_KEYS:
         plain.pop(key, None)
     plain |= {"r": rank, "lora_alpha": common * rank, "use_rslora": False}
@@ -96,10 +97,6 @@ def _of_one_rank_and_scale(
 def _own(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that fits the path of a module, as in PEFT."""
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-
-
-def _scaled(b_Er: Tensor, factor: float) -> Tensor:
-    return b_Er if factor == 1 else (b_Er.double() * factor).to(b_Er.dtype)
 
 
 def _untargeted(content: Mapping[str, Any], modules: list[str], num_layers: int) -> list[tuple[str, str]]:

@@ -159,14 +159,12 @@ def are_turns(value: Any) -> bool:
 
 def history_turns(value: Any, name: str) -> list[Message]:
     """Return the turns of pairs [user, assistant], or those of `turns_of`."""
-    given = parsed(value, name, fix=f"write {name} as [[user, assistant], ...]")
+    fix = f"write {name} as [[user, assistant], ...]"
+    given = parsed(value, name, fix=fix)
     if isinstance(given, list) and all(isinstance(item, (list, tuple)) for item in given):
         wrong = [item for item in given if len(item) != 2 or not all(isinstance(text, str) for text in item)]
         if wrong:
-            raise unusable(
-                f"{name} has {shown(wrong[0])}, which is not a pair of texts",
-                fix=f"write {name} as [[user, assistant], ...]",
-            )
+            raise unusable(f"{name} has {shown(wrong[0])}, which is not a pair of texts", fix=fix)
         return [turn for pair in given for turn in plain_turns(*pair)]
     return turns_of(given, name)
 
