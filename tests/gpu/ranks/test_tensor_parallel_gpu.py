@@ -22,8 +22,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup, create_worker
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.graphs import warm_up
-from idlm.infer.settings import EngineSettings, check_options
+from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -187,14 +186,10 @@ def test_an_adapter_keeps_its_bases_answers(group: TensorParallelGroup, toy: Pat
     _compare(engine)
 
 
-def test_ranks_warm_up_until_the_time_of_one_is_over(
-    group: TensorParallelGroup, toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_up, "AUTO_SECONDS", 5.0)
-    monkeypatch.setattr(EngineSettings, "warms_up", True)
+def test_ranks_warm_up_together(group: TensorParallelGroup, toy: Path) -> None:
     prompts = prompts_of([1, 7, 30])
     expected = clear_answers(_one(toy, "ar"), prompts, greedy(max_tokens=24))
-    engine = _several(group, toy, "isd", stride=4, warmup="auto")
+    engine = _several(group, toy, "isd", stride=4, warmup="full")
     assert DEVICE == "cpu" or engine.metrics()["graphs_captured_ahead"] > 8
     found = engine.generate(prompts, greedy(max_tokens=24))
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
