@@ -12,7 +12,7 @@ from benchmarks.results import RESULTS, read_rows
 from docs.figures.style import Theme, panel
 from idlm.infer.decoders.rejection import strategy_of
 
-CONTEXT, ADAPTERS = 1024, {0: "-", 128: (0, (4, 2))}
+GPU, CONTEXT, ADAPTERS = "NVIDIA H200", 1024, {0: "-", 128: (0, (4, 2))}
 """Ranks of adapters (0: none) and their lines."""
 ACCEPTED = (0.9, 0.78)
 CURVES = (1, 4, 16, 64)
@@ -25,7 +25,7 @@ def steps(adapter: int) -> dict[int, dict[tuple[str, int], float]]:
     for row in read_rows("decode", results=RESULTS):
         case = row["case"]
         is_shown = row["metric"] == "isd_step_over_ar_step" and case.get("adapter") == adapter
-        if is_shown and case["context"] == CONTEXT and case["strategy"] != "adaptive":
+        if is_shown and row["gpu"] == GPU and case["context"] == CONTEXT and case["strategy"] != "adaptive":
             found.setdefault(case["concurrency"], {})[case["strategy"], case["stride"]] = row["value"]
     return dict(sorted(found.items()))
 
