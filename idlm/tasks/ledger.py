@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
 from idlm.tasks.base import GeneratedTask, TaskSample, canonical_entity, draw_names
@@ -32,7 +32,7 @@ MAX_PARAPHRASES = 4
 QUESTIONS = ("one", "total", "any")
 
 _TOTAL = -1
-_SIGN = {"gain": "+", "lose": "-", "times": "*", "half": "/"}
+_SIGN = {"gain": "+", "lose": "-", "give": "-", "times": "*", "half": "/"}
 _CHANGE = {
     "gain": operator.add,
     "lose": operator.sub,
@@ -49,26 +49,23 @@ _EVENT = {
 }
 # n, o: actor and receiver; s, t: their amounts before; e, f: their sums written out; r, u: their amounts now.
 _WORDS = {
-    "gain": ("plus {k}", "adds {k}", "{k} more", "go up by {k}"),
-    "lose": ("minus {k}", "removes {k}", "{k} less", "go down by {k}"),
-    "times": ("times {k}", "multiplies by {k}", "{k} times that", "scale by {k}"),
-    "half": ("half of that", "divides by {k}", "half of it", "take half"),
+    "gain": ("plus {k} gives", "adds {k}", "{k} more", "go up by {k}"),
+    "lose": ("minus {k} gives", "removes {k}", "{k} less", "go down by {k}"),
+    "give": ("giving {k} makes", "passes {k} to {o} with {t}", "moving {k}", "move {k}"),
+    "times": ("times {k} gives", "multiplies by {k}", "{k} times that", "scale by {k}"),
+    "half": ("half of that gives", "divides by {k}", "half of it", "take half"),
 }
+_ONE = ("{n} has {s}", "{s}", "{e}", "{n} has {r}")
+_BOTH = ("{n} has {s} and {o} has {t}", "{s} and {t}", "{e} and {f}", "{n} has {r} and {o} has {u}")
 _RESTATED = {
     kind: (
-        f"{{n}} has {{s}}, then {then} gives {{e}}. {{n}} has {{r}}.",
-        f"With {{s}} {{i}}, {{n}} {does}: {{e}}. {{n}} has {{r}}.",
-        f"Before it was {{s}}; {change} makes {{e}}. {{n}} has {{r}}.",
-        f"From {{s}} we {path}, so {{e}}. {{n}} has {{r}}.",
+        f"{before}, then {then} {sums}. {now}.",
+        f"With {{s}} {{i}}, {{n}} {does}: {sums}. {now}.",
+        f"Before it was {had}; {change} makes {sums}. {now}.",
+        f"From {had} we {path}, so {sums}. {now}.",
     )
     for kind, (then, does, change, path) in _WORDS.items()
-} | {
-    "give": (
-        "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-        "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
-        "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-        "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
-    ),
+    for before, had, sums, now in (_BOTH if kind == "give" else _ONE,)
 }
 _PLAIN_ONE = ("{n}: {e}.", "Now {n} has {e}.", "So {e} for {n}.", "That makes {e} for {n}.")
 _PLAIN_GIVE = (
@@ -190,21 +187,13 @@ def render_response(
     """Write the reference solution; `forms` has one surface form (0-based) per event."""
     amounts, parts = list(problem.starts), []
     for (kind, actor, operand, other), form in zip(problem.events, forms, strict=True):
-        have, words = amounts[actor], {"n": names[actor], "k": operand, "i": item, "s": amounts[actor]}
-        if kind == "give":
-            had = amounts[other]
-            amounts[actor], amounts[other] = have - operand, had + operand
-            words |= {
-                "o": names[other],
-                "t": had,
-                "u": had + operand,
-                "f": f"{had}+{operand}={had + operand}",
-            }
-            words["e"] = f"{have}-{operand}={have - operand}"
-        else:
-            amounts[actor] = _CHANGE[kind](have, operand)
-            words["e"] = f"{have}{_SIGN[kind]}{operand}={amounts[actor]}"
-        words["r"] = amounts[actor]
+        words: dict[str, Any] = {"k": operand, "i": item}
+        changes = [("nser", actor, kind), ("otfu", other, "gain")]
+        for fields, entity, change in changes[: 1 + (kind == "give")]:
+            had = amounts[entity]
+            amounts[entity] = now = _CHANGE[change](had, operand)
+            written = f"{had}{_SIGN[change]}{operand}={now}"
+            words |= zip(fields, (names[entity], had, written, now), strict=True)
         plain = _PLAIN_GIVE if kind == "give" else _PLAIN_ONE
         parts.append((_RESTATED[kind] if restate else plain)[form].format_map(words))
     answer = sum(amounts) if problem.asked == _TOTAL else amounts[problem.asked]

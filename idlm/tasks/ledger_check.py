@@ -21,6 +21,16 @@ _SIGNS = {
     **dict.fromkeys(("wins", "finds", "gets", "buys", "earns", "picks"), "+"),
     **dict.fromkeys(("sells", "loses", "drops", "spends", "uses", "breaks"), "-"),
 }
+_WORDS = {
+    "+": ("plus {0} gives", "adds {0}", "{0} more", "go up by {0}"),
+    "-": ("minus {0} gives", "removes {0}", "{0} less", "go down by {0}"),
+    "*": ("times {0} gives", "multiplies by {0}", "{0} times that", "scale by {0}"),
+    "/": ("half of that gives", "divides by {0}", "half of it", "take half"),
+    "-+": ("giving {0} makes", "passes {0} to {1} with {2}", "moving {0}", "move {0}"),
+}
+"""0: the number; 1, 2: who receives it, and what that one has before."""
+_Change = tuple[str, int, str, int]
+"""A name, the amount before, the sum written out, and the amount now."""
 
 
 def check_ledger(prompt: str, response: str) -> Grade:
@@ -71,15 +81,12 @@ def _after(prompt: str, match: re.Match[str]) -> int:
 
 def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> tuple[list[str], int]:
     """Read one event, apply it to `holdings` in place; return its accepted sentences and where it ends."""
+    receiver = ""
     if (match := _HANDOVER.match(prompt, position)) is not None:
-        giver, number, receiver = match.group(1), int(match.group(2)), match.group(3)
-        is_valid = giver != receiver and receiver in holdings
+        sign, number, receiver = "-", int(match.group(2)), match.group(3)
+        is_valid = match.group(1) != receiver and receiver in holdings
         _require(is_valid, f"{match.group()!r} has no valid receiver")
-        before = _owned(holdings, giver), holdings[receiver]
-        holdings[giver] = _whole(before[0] - number, match)
-        holdings[receiver] = before[1] + number
-        return _handover_forms(giver, receiver, number, before, item), _after(prompt, match)
-    if (match := _PRODUCT.match(prompt, position)) is not None:
+    elif (match := _PRODUCT.match(prompt, position)) is not None:
         sign, number = "*", int(match.group(2))
     elif (match := _HALVING.match(prompt, position)) is not None:
         sign, number = "/", 2
@@ -87,57 +94,38 @@ def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> t
         sign, number = _SIGNS[match.group(2)], int(match.group(3))
     else:
         raise UnreadablePromptError(f"cannot read {prompt[position : position + 60]!r}")
-    return _apply(match, holdings, item, sign, number), _after(prompt, match)
+    given = ((match.group(1), sign), (receiver, "+"))
+    changes = [_change(match, holdings, name, each, number) for name, each in given if name]
+    return _forms(changes, sign, number, item), _after(prompt, match)
 
 
-def _owned(holdings: dict[str, int], name: str) -> int:
+def _change(match: re.Match[str], holdings: dict[str, int], name: str, sign: str, number: int) -> _Change:
     _require(name in holdings, f"{name} was not introduced")
-    return holdings[name]
-
-
-def _whole(amount: int, match: re.Match[str]) -> int:
-    _require(amount >= 0, f"{match.group()!r} takes more than there is")
-    return amount
-
-
-def _apply(match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int) -> list[str]:
-    name = match.group(1)
-    had = _owned(holdings, name)
+    had = holdings[name]
     _require(sign != "/" or had % 2 == 0, f"{match.group()!r} halves an odd amount")
-    values = {"+": had + number, "-": had - number, "*": had * number, "/": had // 2}
-    holdings[name] = now = _whole(values[sign], match)
-    arithmetic = f"{had}{sign}{number}={now}"
-    state = f"{name} has {now}."
-    then, does, change, path = {
-        "+": (f"plus {number}", "adds", f"{number} more", f"go up by {number}"),
-        "-": (f"minus {number}", "removes", f"{number} less", f"go down by {number}"),
-        "*": (f"times {number}", "multiplies by", f"{number} times that", f"scale by {number}"),
-        "/": ("half of that", "divides by", "half of it", "take half"),
-    }[sign]
-    return [
-        f"{name} has {had}, then {then} gives {arithmetic}. {state}",
-        f"With {had} {item}, {name} {does} {number}: {arithmetic}. {state}",
-        f"Before it was {had}; {change} makes {arithmetic}. {state}",
-        f"From {had} we {path}, so {arithmetic}. {state}",
-        f"{name}: {arithmetic}.",
-        f"Now {name} has {arithmetic}.",
-        f"So {arithmetic} for {name}.",
-        f"That makes {arithmetic} for {name}.",
-    ]
+    now = {"+": had + number, "-": had - number, "*": had * number, "/": had // 2}[sign]
+    _require(now >= 0, f"{match.group()!r} takes more than there is")
+    holdings[name] = now
+    return name, had, f"{had}{sign}{number}={now}", now
 
 
-def _handover_forms(giver: str, receiver: str, number: int, before: tuple[int, int], item: str) -> list[str]:
-    less, more = before[0] - number, before[1] + number
-    minus, plus = f"{before[0]}-{number}={less}", f"{before[1]}+{number}={more}"
-    state = f"{giver} has {less} and {receiver} has {more}."
-    had, sums = (f"{before[0]} and {before[1]}", f"{minus} and {plus}")
+def _forms(changes: list[_Change], sign: str, number: int, item: str) -> list[str]:
+    """Return the accepted sentences of an event: one change, or those of the giver and the receiver."""
+
+    def each(text: str, separator: str = " and ") -> str:
+        return separator.join(text.format(*change) for change in changes)
+
+    (name, had, *_), (receiver, received, *_) = changes[0], changes[-1]
+    words = _WORDS["-+" if len(changes) > 1 else sign]
+    then, does, change, path = (text.format(number, receiver, received) for text in words)
+    sums, state = each("{2}"), each("{0} has {3}")
     return [
-        f"{giver} has {before[0]} and {receiver} has {before[1]}, then giving {number} makes {sums}. {state}",
-        f"With {before[0]} {item}, {giver} passes {number} to {receiver} with {before[1]}: {sums}. {state}",
-        f"Before it was {had}; moving {number} makes {sums}. {state}",
-        f"From {had} we move {number}, so {sums}. {state}",
-        f"{giver}: {minus}, {receiver}: {plus}.",
-        f"Now {giver} has {minus} and {receiver} has {plus}.",
-        f"So {minus} for {giver} and {plus} for {receiver}.",
-        f"That makes {minus} for {giver} and {plus} for {receiver}.",
+        f"{each('{0} has {1}')}, then {then} {sums}. {state}.",
+        f"With {had} {item}, {name} {does}: {sums}. {state}.",
+        f"Before it was {each('{1}')}; {change} makes {sums}. {state}.",
+        f"From {each('{1}')} we {path}, so {sums}. {state}.",
+        f"{each('{0}: {2}', ', ')}.",
+        f"Now {each('{0} has {2}')}.",
+        f"So {each('{2} for {0}')}.",
+        f"That makes {each('{2} for {0}')}.",
     ]
