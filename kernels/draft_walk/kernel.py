@@ -110,6 +110,12 @@ def keeps_rest(settings, lane, num_tokens, FILTERS: tl.constexpr):
 
 
 @triton.jit
+def largest_of(b_scores, row_largest, is_kept):
+    """The logit to which weights are relative: of the scores and, where the rest stays, of the row."""
+    return tl.maximum(tl.max(b_scores, 0), tl.where(is_kept, row_largest, float("-inf")))
+
+
+@triton.jit
 def rest_kernel(
     candidates,
     store,
@@ -220,12 +226,6 @@ def walk_kernel(
                     p_row, p_numbers, p_masses, uniform, num_tokens, num_chunks, CHUNK, CHUNKS
                 ).to(tl.int64)
             tl.store(p_drafts + lane * num_drafts + j, previous)
-
-
-@triton.jit
-def largest_of(b_scores, row_largest, is_kept):
-    """The logit to which weights are relative. The largest of a row stays one though it is a candidate."""
-    return tl.maximum(tl.max(b_scores, 0), tl.where(is_kept, row_largest, float("-inf")))
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from idlm.kernels.sampling.types import TUNING, ChunkShape, PlainDraftProbs, Tun
 
 TILE = 4096
 """Tokens of which one program selects the K likeliest."""
+SMALLEST = torch.finfo(torch.float64).tiny
 
 
 class Candidates(NamedTuple):
@@ -158,21 +159,18 @@ def _plain_walk(
         rows = ids_bK, logits_bK, projected_BJW[b, j]
         scores_bK = path_scores(scored.previous_VW, scored.candidate_VW, previous_B[b], *rows)
         own_bK = plain_row_probs(scores_bK, settings, lanes_b, filters=filters).probs_XV
-        # The candidates share the draft with the rest, as in a softmax of scores and of the others' logits.
-        plain_bV, keeps_b = store.probs_ZJV[lanes_b, j], _keeps_rest(settings, lanes_b, num_tokens, filters)
-        rest_bV = plain_bV.scatter(1, ids_bK, 0.0) * keeps_b[:, None]
-        temperature_b1 = settings[0][lanes_b, None].where(keeps_b[:, None], 1.0)
-        gained_b = ((scores_bK - logits_bK[:, :1]).double() / temperature_b1).logsumexp(-1)
-        rest_b = rest_bV.sum(-1)
-        share_b1 = (gained_b + plain_bV.gather(1, ids_bK[:, :1])[:, 0].log() - rest_b.log()).sigmoid()[
-            :, None
-        ]
-        share_b1 = share_b1.where(rest_b[:, None] > 0, 1.0)
-        rest_bV *= (1 - share_b1) / rest_b[:, None].where(rest_b[:, None] > 0, 1.0)
+        plain_bV, keeps_b1 = store.probs_ZJV[lanes_b, j], _keeps_rest(settings, lanes_b, num_tokens, filters)
+        # Weights relative to the likeliest token, which is the first candidate.
+        rest_bV = (plain_bV / plain_bV.amax(-1, keepdim=True)).scatter(1, ids_bK, 0.0) * keeps_b1
+        rest_b1 = rest_bV.sum(-1, keepdim=True)
+        temperature_b1 = settings[0][lanes_b, None].where(keeps_b1, 1.0)
+        gained_bK = (scores_bK - logits_bK[:, :1]).double() / temperature_b1
+        share_b1 = (gained_bK.logsumexp(-1, keepdim=True) - rest_b1.log()).sigmoid()
+        rest_bV *= (1 - share_b1) / rest_b1.clamp(min=SMALLEST)
         chosen_b = invert(torch.cat((own_bK * share_b1, rest_bV), 1), uniforms_BJ[b, j])
         num = ids_bK.shape[1]
-        of_own_b = ids_bK.gather(1, chosen_b.clamp(max=num - 1)[:, None])[:, 0]
-        drafts_b = of_own_b.where(chosen_b < num, chosen_b - num)
+        own_b1 = ids_bK.gather(1, chosen_b.clamp(max=num - 1)[:, None])
+        drafts_b = own_b1[:, 0].where(chosen_b < num, chosen_b - num)
         store.probs_ZJV[lanes_b, j] = rest_bV.scatter(1, ids_bK, own_bK * share_b1)
         drafts_ZJ[lanes_b, j] = drafts_b
         previous_B = previous_B.index_copy(0, b, drafts_b)
@@ -181,7 +179,7 @@ def _plain_walk(
 def _keeps_rest(
     settings: tuple[Tensor, Tensor, Tensor, Tensor], lanes_b: Tensor, num_tokens: int, filters: bool
 ) -> Tensor:
-    """Whether the tokens that are no candidates stay drafts of these lanes, bool [b]."""
+    """Whether the tokens that are no candidates stay drafts of these lanes, bool [b, 1]."""
     temperature_b, top_k_b, top_p_b, min_p_b = (setting[lanes_b] for setting in settings)
     is_filtered_b = ((top_k_b > 0) & (top_k_b < num_tokens)) | (top_p_b < 1) | (min_p_b > 0)
-    return (temperature_b != 0) & ~(is_filtered_b & filters)
+    return ((temperature_b != 0) & ~(is_filtered_b & filters))[:, None]
