@@ -323,7 +323,7 @@ def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
             fix=f"delete the record; delete the key {key} if the text stands without it",
         )
     for key, value in present(record, LABEL_KEYS).items():
-        if str(value).lower() in ("false", "0"):
+        if str(value).lower() in ("false", "0", "0.0"):
             raise unusable(
                 f"{key}={value}, so the answer is one that is not wanted",
                 fix=f"delete the record, or set data.on_bad_record=skip; delete the key {key} if it labels "
