@@ -57,8 +57,7 @@ class DatasetReader:
 def _loading(config: DataConfig) -> AbstractContextManager[None]:
     """Inside, errors of network, hub, cache and format become UserError IDLM-0232."""
     key = config.section
-    fix = "give a folder written by save_to_disk, or a file with data.source=auto; a name of the hub needs a "
-    fix += "network or its cache"
+    fix = "give a folder of save_to_disk, or a file with data.source=auto; the hub needs network or its cache"
     what = f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded"
     return naming("IDLM-0232", what, fix=fix)
 
@@ -87,8 +86,8 @@ def _load(
     if changed:
         builder = datasets.load_dataset_builder(name, **options | changed)
     builder.download_and_prepare()
-    # It may be a part of one, such as train[:1000].
-    if split.partition("[")[0] in builder.info.splits:
+    # It may be parts of several, such as train[:1000]+test.
+    if {part.partition("[")[0] for part in split.split("+")} <= {*builder.info.splits, "all"}:
         return datasets.DatasetDict({split: builder.as_dataset(split=split)}), data_files, left_out
     return builder.as_dataset(), data_files, left_out
 

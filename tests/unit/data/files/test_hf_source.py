@@ -94,6 +94,9 @@ def test_held_out_data_takes_the_split_that_eval_names(tmp_path: Path, encoder: 
         assert caught.value.fix == "set eval.split to one of: test", "not one that is trained on"
         with pytest.raises(UserError, match=r"(?s)IDLM-0232.*fix: set data.split to one of: train, test"):
             read(DataConfig(source="hf", path=path, cache_dir=data.cache_dir, split="dev"), encoder)
+    for split in ("train+test", "train[:1]+test", "all"):
+        both = DataConfig(source="hf", path=path, cache_dir=data.cache_dir, split=split)
+        assert read(both, encoder).num_samples == 2
 
 
 SPLITS = {"train": "Sam has 1.", "test": "Lea has 2."}
