@@ -37,7 +37,7 @@ UNIT = re.compile(
     rf"(?:[A-Za-z]{{3,}}[A-Za-z ./]*|{MEASURE})"
     r"|\s*/\s*[A-Za-z]{3,}|(?:(?<=1)st|(?<=2)nd|(?<=3)rd|(?<=\d)th))$"
 )
-UNIT_OF_NUMBER = re.compile(rf"(?<=[\d}}])\s*(?:{ABBREVIATION}|[mgsLh])\.?$")
+UNIT_OF_NUMBER = re.compile(rf"(?:(?<=[\d}}])|(?<=\\pi))\s*(?:{ABBREVIATION}|[mgsLh])\.?$")
 """What may be a variable too: a unit where the right answer has no letter."""
 UNIT_AS_TEXT = re.compile(
     r"(?<=[^\s{(\[,])(?:\s*/?\\(?:text|textrm|mbox|mathrm(?!\s*\{[ei]\}))\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?)+$"

@@ -87,6 +87,7 @@ EQUAL = [
     ("5", r"5 \mathrm{~cm}"),
     (r"3.0\times10^8\,\mathrm{m}\,\mathrm{s}^{-1}", r"3\times10^8"),
     (r"6\pi cm^2", r"6\pi"),
+    (r"2\pi m", r"2\pi"),
     ("100 sq. ft.", "100"),
     (r"12^{\text{th}}", "12"),
     (r"\frac{1\pm\sqrt5}{2}", r"\frac{1+\sqrt{5}}{2}, \frac{1-\sqrt{5}}{2}"),
