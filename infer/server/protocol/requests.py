@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from idlm.contracts import CHANGES, MAX_BIAS, Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import QueueOrder
@@ -31,12 +31,13 @@ from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
-
+WHOLE = BeforeValidator(lambda one: int(one) if isinstance(one, float) and one.is_integer() else one)
+"""Takes 2.0 for 2, as languages without integers write it; texts and truth values are no numbers."""
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=False, ge=1, le=MAX_INTEGER)]
-NumLogprobs = Annotated[int, Field(strict=False, ge=0, le=MAX_LOGPROBS)]
+Count = Annotated[int, WHOLE, Field(ge=1, le=MAX_INTEGER)]
+NumLogprobs = Annotated[int, WHOLE, Field(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -143,17 +144,17 @@ class SamplingFields(ConstraintFields):
     n: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(strict=False, ge=-1, le=MAX_INTEGER)] | None = None
+    seed: Annotated[int, WHOLE, Field(ge=-1, le=MAX_INTEGER)] | None = None
     stop: Annotated[str, Field(max_length=MAX_STOP_LENGTH)] | StopTexts | None = None
-    top_k: Annotated[int, Field(strict=False, ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, WHOLE, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Biases | None = None
-    no_repeat_ngram_size: Annotated[int, Field(strict=False, ge=0, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Field(strict=False, ge=0, le=MAX_INTEGER)] | None = None
+    no_repeat_ngram_size: Annotated[int, WHOLE, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, WHOLE, Field(ge=0, le=MAX_INTEGER)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     decoder_options: DecoderOptions | None = None
@@ -346,7 +347,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions. A prompt is text without a template, or token ids."""
 
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(strict=False, ge=0, le=MAX_INTEGER)] | None = None
+    max_tokens: Annotated[int, WHOLE, Field(ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
 

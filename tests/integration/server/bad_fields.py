@@ -103,7 +103,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**VALID[CHAT], "chat_template_kwargs": {"tone": "dry"}}, "chat_template_kwargs.tone"),
     (CHAT, {**VALID[CHAT], "chat_template_kwargs": {"tone": "\ud800"}}, "chat_template_kwargs"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "refusal": "b"}]}, "messages.0.refusal"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+    *((COMPLETIONS, {"prompt": "a", "max_tokens": bad}, "max_tokens") for bad in (2.5, True, "2")),
     (CHAT, {**VALID[CHAT], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     (CHAT, {**VALID[CHAT], "response_format": {"type": "yaml"}}, "response_format.type"),
