@@ -185,7 +185,7 @@ def _run(
             first = step * curriculum.global_batch + number * loop.batch_size
             batch = collate([prepared.dataset[first + item] for item in range(loop.batch_size)])
             moved = {name: value.to(device) for name, value in batch.items()}
-            compute = partial(_terms, module, moved, seen, takes_overlap)
+            compute = partial(_terms, module, moved, seen, takes_overlap, runner.divisor)
             with torch.no_grad():
                 runner.terms(prepared.model, moved, prepared.attention, compute)
         optimizer.step()
@@ -196,7 +196,13 @@ def _run(
 
 
 def _terms(
-    module: PathModule, batch: Batch, seen: Losses, takes_overlap: bool, head: Head, hidden_BTD: Tensor
+    module: PathModule,
+    batch: Batch,
+    seen: Losses,
+    takes_overlap: bool,
+    divisor: float,
+    head: Head,
+    hidden_BTD: Tensor,
 ) -> Terms:
     """Add the gradients of a batch to the selector, in chunks of masks; the terms are empty."""
     hidden_RD, ids_R = hidden_BTD.flatten(0, 1), batch["input_ids"].flatten()
@@ -204,16 +210,11 @@ def _terms(
     size = max(1, CHUNK_LOGITS // len(head.weight_VD))
     for noisy_m, clean_m in zip(noisy_M.split(size), clean_M.split(size), strict=True):
         tokens = ids_R[clean_m], batch["labels"].flatten()[noisy_m]
-        loss, sums = selector_loss(
-            module.weights(),
-            [
-                nn.functional.linear(hidden_RD[part], head.weight_VD, head.bias_V)
-                for part in (noisy_m, clean_m)
-            ],
-            hidden_RD[noisy_m],
-            tokens,
-            takes_overlap=takes_overlap,
-        )
+        rows = hidden_RD[noisy_m], hidden_RD[clean_m]
+        logits = [nn.functional.linear(rows_mD, head.weight_VD, head.bias_V) for rows_mD in rows]
+        # What the head reads is divided; a selector reads what the final norm gave.
+        own_mD = rows[0] * divisor
+        loss, sums = selector_loss(module.weights(), logits, own_mD, tokens, takes_overlap=takes_overlap)
         # A quotient would have no gradient here.
         loss.backward(torch.full_like(loss, 1 / len(noisy_M)))
         seen.sums += sums.cpu()
@@ -235,8 +236,7 @@ def selector_loss(
     previous_M, labels_M = tokens
     values_MK, ids_MK = draft_MV.topk(min(NUM_CANDIDATES, draft_MV.shape[1]), dim=-1)
     projected_MW = nn.functional.linear(hidden_MD.float(), weights.hidden_WD)
-    tables = weights.previous_VW, weights.candidate_VW
-    scores_MK = path_scores(*tables, previous_M, ids_MK, values_MK, projected_MW)
+    scores_MK = path_scores(*weights[:2], previous_M, ids_MK, values_MK, projected_MW)
     logs_MV = draft_MV.scatter(1, ids_MK, scores_MK).log_softmax(-1)
     p_MV = clean_MV.softmax(-1)
     overlap = torch.minimum(p_MV, logs_MV.exp()).sum()

@@ -104,6 +104,30 @@ def test_a_run_on_an_adapter_publishes_the_adapter(base: Path, tmp_path: Path) -
     assert engine.decoder.selector is not None
 
 
+def test_a_selector_reads_hidden_states_before_a_model_divides_them(base: Path, tmp_path: Path) -> None:
+    """As the engine does: a divided head and a head of smaller weights train the same selector."""
+    from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM
+
+    fields = AutoConfig.from_pretrained(base).to_dict() | {
+        "model_type": "granite",
+        "tie_word_embeddings": False,
+    }
+    fields.pop("architectures")
+    stored = []
+    for divisor in (1.0, 4.0):
+        torch.manual_seed(0)
+        model = GraniteForCausalLM(GraniteConfig(**fields | {"logits_scaling": divisor}))
+        model.lm_head.weight.data *= divisor
+        model.save_pretrained(path := tmp_path / str(divisor))
+        for file in base.glob("tokenizer*"):
+            (path / file.name).write_bytes(file.read_bytes())
+        Semantics(mask_token_id=MASK_ID, stride=3).save(path)
+        train_selector(_config(path, output := tmp_path / f"out{divisor}"), print_line=lambda line: None)
+        stored.append(load_file(output / SELECTOR_FILE))
+    assert stored[0]["candidate_VW"].any()
+    torch.testing.assert_close(*stored)
+
+
 def test_a_run_feeds_what_the_checkpoint_is_fed(base: Path, tmp_path: Path) -> None:
     """Random ids of the checkpoint's own range, in place of masks."""
     adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=MASK_ID, stride=3)
