@@ -22,11 +22,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import And, Ge, Gt, Le, Lt, Or
 
 MEMORY = 4 << 30
-WORDS = re.compile(r"(?i:no)|[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+")
 SPACE = re.compile(r"(?<!\\)(?:\\[,;:> ]|~)")
-NUMBER_AS_TEXT = re.compile(
-    r"\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}"
-)
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
 # A sec at the end is a unit.
 FUNCTION = r"(?:(?:arc)?(?:sin|cos|tan|cot|csc)h?|sec(?!$)|log|ln|exp|sqrt|pi)"
@@ -114,6 +110,9 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<![\w\\{])(\d+\.?\d*)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
     (r"\\varnothing", r"\\emptyset"),
+    # A number as a text, and words without one.
+    (r"\A\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}\Z", r"\1"),
+    (r"\A((?i:no)|[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+)\Z", r"\\text{\1}"),
 )
 
 
@@ -132,10 +131,6 @@ def expressions(answer: str) -> list[Any]:
         text = ", ".join(text.replace(r"\pm", sign).replace(r"\mp", other) for sign, other in ("+-", "-+"))
     for pattern, new in REWRITES:
         text = re.sub(pattern, new, text)
-    if number := NUMBER_AS_TEXT.fullmatch(text):
-        text = number[1]
-    if WORDS.fullmatch(text):
-        text = rf"\text{{{text}}}"
     text, is_percent = PERCENT.subn("", text)
     if scale := SCALE.search(text):
         amount = re.sub(r"\\?\$|\{?,\}?(?=\d{3})", "", text[: scale.start()])
