@@ -114,14 +114,11 @@ def _untargeted(content: Mapping[str, Any], modules: list[str], num_layers: int)
 
 def _is_targeted(path: str, content: Mapping[str, Any]) -> bool:
     """Return whether PEFT adapts the module at `path`."""
-    if content.get("exclude_modules") and _fits(path, content["exclude_modules"]):
-        return False
     layers, number = content.get("layers_to_transform"), NUMBER.search(path)
-    if layers not in (None, []) and number is not None:
-        wanted = layers if isinstance(layers, list) else [layers]
-        if int(number[0]) not in wanted:
-            return False
-    return _fits(path, content.get("target_modules"))
+    wanted = layers if isinstance(layers, list) else [layers]
+    is_in_layer = layers in (None, []) or number is None or int(number[0]) in wanted
+    target, exclude = content.get("target_modules"), content.get("exclude_modules")
+    return not _fits(path, exclude) and is_in_layer and _fits(path, target)
 
 
 def _fits(path: str, names: Any) -> bool:
