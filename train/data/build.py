@@ -15,17 +15,18 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from idlm.errors import UserError
-from idlm.files.records import Reader, reading
+from idlm.files.records import SUFFIXES, Reader, reading
 from idlm.log import note_progress
 from idlm.train.config.data import MAX_DEFAULT_WORKERS, DataConfig
-from idlm.train.data.base import Encoder
+from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import (
     CachedSource,
     Counts,
@@ -41,6 +42,7 @@ from idlm.train.data.records.detect import check_shape, detect_shape, ignored_ke
 from idlm.train.data.records.shapes import SHAPES
 
 log = logging.getLogger(__name__)
+FileReaders = TypeVar("FileReaders", bound=Callable[..., Reader])
 DEFAULT_CACHE = "outputs/data_cache"
 PART_TOKENS = 1 << 24
 """64 MiB of packed tokens, about a minute of one process: what a killed build loses at most."""
@@ -53,6 +55,19 @@ SECONDS_BETWEEN_LINES = 10.0
 
 def cache_folder(config: DataConfig) -> Path:
     return Path(config.cache_dir or DEFAULT_CACHE)
+
+
+def file_source(name: str) -> Callable[[FileReaders], FileReaders]:
+    """Return a decorator of the readers of files with the endings `SUFFIXES[name]`, which adds their records
+    as the source `name`."""
+
+    def add(reader: FileReaders) -> FileReaders:
+        SOURCES.register(name)(
+            lambda config, encoder: cached_source(reader(config.path, SUFFIXES[name]), config, encoder)
+        )
+        return reader
+
+    return add
 
 
 def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> CachedSource:

@@ -177,22 +177,19 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
     if prompt in template_kwargs and prompt not in _words(all_template_text(encoder.tokenizer)):
         record = {**record, prompt: template_kwargs.pop(prompt)}
     turns = _with_context(record, turns)
-    answers = [turn for turn in turns if turn.role == "assistant"]
-    if answers and not any(turn.is_trained for turn in answers):
+    trained = {index: turn.is_trained for index, turn in enumerate(turns) if turn.role == "assistant"}
+    if trained and not any(trained.values()):
         raise UserError(
             "IDLM-0204",
-            f"{origin} has nothing to predict (all {len(answers)} assistant turns have the weight 0)",
+            f"{origin} has nothing to predict (all {len(trained)} assistant turns have the weight 0)",
             fix="delete the record, give a turn the weight 1, or set data.on_bad_record=skip",
         )
-    untrained = {
-        index for index, turn in enumerate(turns) if turn.role == "assistant" and not turn.is_trained
-    }
     samples = encoder.messages(
         [turn.message for turn in turns],
         origin=origin,
         tools=_tools(record, turns),
         template_kwargs=template_kwargs,
-        untrained=frozenset(untrained),
+        untrained=frozenset(index for index, is_trained in trained.items() if not is_trained),
     )
     return samples, _ignored_keys(turns, template_kwargs, encoder, samples)
 
@@ -233,14 +230,12 @@ def _with_thought(turns: list[Message], record: Record) -> list[Message]:
 
 def _context(value: Any, key: str) -> list[Message]:
     """Return the turns of a prompt, of which none is a target."""
-    if not isinstance(value, (list, dict)):
-        return plain_turns(text_of(value, key))
-    return [replace(turn, is_trained=False) for turn in turns_of(value, key)]
+    return [replace(turn, is_trained=False) for turn in _reply(value, key, "user")]
 
 
-def _reply(value: Any, key: str) -> list[Message]:
+def _reply(value: Any, key: str, role: str = "assistant") -> list[Message]:
     if not isinstance(value, (list, dict)):
-        return [Message(message={"role": "assistant", "content": text_of(value, key)})]
+        return [Message(message={"role": role, "content": text_of(value, key)})]
     return turns_of(value, key)
 
 

@@ -135,11 +135,8 @@ def turns_of(value: Any, name: str) -> list[Message]:
     found: list[Message] = []
     for index, one in enumerate(given):
         turn = _turn(one, f"{name}[{index}]")
-        if (
-            turn.continues
-            and found
-            and (found[-1].role, found[-1].is_trained) == (turn.role, turn.is_trained)
-        ):
+        last = [(before.role, before.is_trained) for before in found[-1:]]
+        if turn.continues and last == [(turn.role, turn.is_trained)]:
             found[-1] = _joined(found[-1], turn)
         else:
             found.append(turn)

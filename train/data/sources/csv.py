@@ -17,11 +17,8 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.paths import BOM
-from idlm.files.records import SUFFIXES, TextFile, TextReader, Value
-from idlm.train.config.data import DataConfig
-from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.build import cached_source
-from idlm.train.data.cache import CachedSource
+from idlm.files.records import TextFile, TextReader, Value
+from idlm.train.data.build import file_source
 from idlm.train.data.records.detect import wanted_columns
 from idlm.train.data.records.parts import LABEL_KEYS, LISTED_WEIGHTS, ROLE_KEYS, ROLES, TEMPLATE_KEYS
 from idlm.train.data.records.turns import are_turns
@@ -35,6 +32,7 @@ ROLE = re.compile(rf"['\"]({'|'.join(ROLE_KEYS)})['\"]\s*:\s*['\"]({'|'.join(ROL
 WRITE_LINES = "write the table as JSON lines (`to_json` of datasets, or of pandas with lines=True)"
 
 
+@file_source("csv")
 class CsvReader(TextReader):
     """Rows of tables with a header; `number` is the line in which a row begins."""
 
@@ -125,8 +123,3 @@ def _parsed(text: str, default: Any) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return default
-
-
-@SOURCES.register("csv")
-def csv_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    return cached_source(CsvReader(config.path, SUFFIXES["csv"]), config, encoder)

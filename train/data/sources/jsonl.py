@@ -14,15 +14,13 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.paths import BOM, json_lines, json_problem, wide_encoding
-from idlm.files.records import SUFFIXES, TextFile, TextReader, Value
-from idlm.train.config.data import DataConfig
-from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.build import cached_source
-from idlm.train.data.cache import CachedSource
+from idlm.files.records import TextFile, TextReader, Value
+from idlm.train.data.build import file_source
 
 PEEKED_BYTES = 4096
 
 
+@file_source("jsonl")
 class JsonlReader(TextReader):
     """Records of JSON files; `number` is a line, or an item of an array."""
 
@@ -67,8 +65,3 @@ def _record(value: Any, file: TextFile, number: int) -> dict[str, Any] | UserErr
         fix = "write one JSON object per line"
         return UserError("IDLM-0202", f"{origin} has a JSON {type(value).__name__}", fix=fix)
     return value
-
-
-@SOURCES.register("jsonl")
-def jsonl_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    return cached_source(JsonlReader(config.path, SUFFIXES["jsonl"]), config, encoder)

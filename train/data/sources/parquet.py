@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from idlm.files.records import SUFFIXES, FileReader, Row, damaged, without_nulls
-from idlm.train.config.data import DataConfig
-from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.build import cached_source
-from idlm.train.data.cache import CachedSource
+from idlm.files.records import FileReader, Row, damaged, without_nulls
+from idlm.train.data.build import file_source
 from idlm.train.data.records.detect import wanted_columns
 
 BATCH_ROWS = 256
 
 
+@file_source("parquet")
 class ParquetReader(FileReader):
     """Rows of Parquet files; `number` is the 1-based row of its file."""
 
@@ -33,8 +31,3 @@ class ParquetReader(FileReader):
                     self.share_read = (file + number / max(1, table.metadata.num_rows)) / len(self.paths)
             except (pyarrow.ArrowException, OSError) as error:
                 raise damaged(f"{self.names[file]} (after row {number})", error) from error
-
-
-@SOURCES.register("parquet")
-def parquet_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    return cached_source(ParquetReader(config.path, SUFFIXES["parquet"]), config, encoder)
