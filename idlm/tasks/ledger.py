@@ -148,17 +148,15 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
         kind = config.operations[int(random() * len(config.operations))]
         actor = int(random() * num_entities) if num_entities > 1 else 0
         have, other = amounts[actor], -1
-        if kind == "gain":
-            limit = min(config.operand_max, config.cap - have)
-        elif kind == "lose":
-            limit = min(config.operand_max, have)
-        elif kind == "give":
+        if kind == "give":
             other = (actor + 1 + int(random() * (num_entities - 1))) % num_entities
-            limit = min(config.operand_max, have, config.cap - amounts[other])
-        elif kind == "times":
-            limit = min(3, config.cap // have) - 1 if have else 0
-        else:
-            limit = 1 if have and have % 2 == 0 else 0
+        limit = {
+            "gain": min(config.operand_max, config.cap - have),
+            "lose": min(config.operand_max, have),
+            "give": min(config.operand_max, have, config.cap - amounts[other]),
+            "times": min(3, config.cap // have) - 1 if have else 0,
+            "half": int(have > 0 and have % 2 == 0),
+        }[kind]
         if limit < 1:
             continue
         # The factor of "times" is 2 or 3, and "half" divides by 2: both add 1 to the draw.

@@ -62,14 +62,11 @@ class Config:
 
     def rules(self) -> dict[str, bool]:
         minimum = _FRAME_TOKENS + _RECORD_TOKENS * self.min_records + _QUESTION_TOKENS * self.asked
+        has_room = minimum <= self.min_context <= self.max_context
+        has_keys = 1 <= self.min_records <= self.max_records <= len(KEYS)
         return {
-            f"{minimum} (for min_records and asked) <= min_context <= max_context": minimum
-            <= self.min_context
-            <= self.max_context,
-            f"1 <= min_records <= max_records <= {len(KEYS)}": 1
-            <= self.min_records
-            <= self.max_records
-            <= len(KEYS),
+            f"{minimum} (for min_records and asked) <= min_context <= max_context": has_room,
+            f"1 <= min_records <= max_records <= {len(KEYS)}": has_keys,
             "asked >= 1": self.asked >= 1,
             "ramp >= 0": self.ramp >= 0,
         }

@@ -316,11 +316,9 @@ class _Search:
 
     def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
         """First position from which the held text, to its end, is the beginning of a stop string."""
-        for position, stops in begins:
-            rest = self._held[position:]
-            if any(stop.startswith(rest) for stop in stops):
-                return position
-        return len(self._held)
+        rests = ((position, self._held[position:], stops) for position, stops in begins)
+        found = (position for position, rest, stops in rests if any(stop.startswith(rest) for stop in stops))
+        return next(found, len(self._held))
 
 
 def _with_marks(stop: str, marks: Mapping[str, str]) -> str:

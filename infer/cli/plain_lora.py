@@ -101,13 +101,9 @@ def _own(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 def _untargeted(content: Mapping[str, Any], modules: list[str], num_layers: int) -> list[tuple[str, str]]:
     """Return (a module of another layer, path) of each module that the config leaves out in some layers."""
-    forms = {NUMBER.sub("{}", module, count=1): module for module in modules}
-    paths = [
-        (module, form.format(layer))
-        for form, module in forms.items()
-        if form != module
-        for layer in range(num_layers)
-    ]
+    layered = filter(NUMBER.search, modules)
+    forms = {NUMBER.sub("{}", module, count=1): module for module in layered}
+    paths = [(module, form.format(layer)) for form, module in forms.items() for layer in range(num_layers)]
     known = set(modules)
     return [(module, path) for module, path in paths if path not in known and not _is_targeted(path, content)]
 

@@ -155,6 +155,7 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
     shape = first = ""
     for row in reader.rows():
         origin = f"{reader.names[row.file]}:{row.number}"
+        task = Encoded(file=row.file, number=row.number, origin=origin)
         try:
             if isinstance(row.value, UserError):
                 raise row.value
@@ -163,17 +164,11 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
             check_shape(row.value, shape, config.shape, origin=origin, first=first)
         except UserError as error:
             # A new one: what was raised holds the record.
-            kept = UserError(error.code, error.message, fix=error.fix)
-            yield Encoded(file=row.file, number=row.number, origin=origin, error=kept)
+            yield replace(task, error=UserError(error.code, error.message, fix=error.fix))
         else:
-            yield Encoded(
-                file=row.file,
-                number=row.number,
-                origin=origin,
-                shape=shape,
-                record={name: value for name, value in row.value.items() if is_read(name, shape)},
-                ignored=(*ignored_keys(row.value, shape), *row.unread),
-            )
+            record = {name: value for name, value in row.value.items() if is_read(name, shape)}
+            ignored = (*ignored_keys(row.value, shape), *row.unread)
+            yield replace(task, shape=shape, record=record, ignored=ignored)
 
 
 def _no_samples(config: DataConfig, counts: Counts) -> UserError:

@@ -146,10 +146,8 @@ def pack_rows(documents: Sequence[SampleRows], num_rows: int, *, pad_token_id: i
     """Return one packed training row: ROW_FIELDS as arrays [num_rows], noisy halves first, padding last."""
     used = sum(len(document) for document in documents)
     assert used <= num_rows, f"{used=} {num_rows=}"
-    packed = {name: np.zeros(num_rows, dtype=np.int64) for name in ROW_FIELDS}
-    packed["input_ids"][:] = pad_token_id
-    packed["labels"][:] = IGNORE_LABEL
-    packed["doc_ids"][:] = PADDING_DOC
+    padding = {"input_ids": pad_token_id, "labels": IGNORE_LABEL, "doc_ids": PADDING_DOC}
+    packed = {name: np.full(num_rows, padding.get(name, 0), dtype=np.int64) for name in ROW_FIELDS}
     packed["is_noisy"] = np.zeros(num_rows, dtype=bool)
     end = 0
     for noisy in (True, False):
