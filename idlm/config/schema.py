@@ -160,6 +160,12 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def changed(values: Any, defaults: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from those of `defaults`, which may have fewer fields."""
+    names = (field.name for field in dataclasses.fields(defaults))
+    return {name: own for name in names if (own := getattr(values, name)) != getattr(defaults, name)}
+
+
 def build(
     schema: type, data: dict[str, Any], problems: list[str], prefix: str = "", root: type | None = None
 ) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
 from idlm.cli.help import CommandHelp
-from idlm.config.schema import option
+from idlm.config.schema import changed, option
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError, naming
 
@@ -28,6 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What the authors' code does with s-sahoo/uno-qwen3-8B, IFM/K2-Horizon-7B-Uno and IFM/K2-Horizon-0.9B-Uno,
 and with yifanyu/I-DLM-8B-lora-r128."""
+FED = ("mask_token_id", "noise_range")
 SAFETENSORS, PICKLES = "adapter_model*.safetensors", "adapter_model*.bin"
 
 
@@ -87,13 +88,11 @@ def _complete(config: ImportConfig) -> ImportConfig:
             f"preset={config.preset!r} is not one of {', '.join(PRESETS)}{hint}",
             fix="give one of them, or the keys themselves",
         )
-    preset = dict(PRESETS.get(config.preset or "", {}))
-    if config.mask_token_id is not None or config.noise_range:
+    given, preset = changed(config, ImportConfig()), PRESETS.get(config.preset or "", {})
+    if given.keys() & FED:
         # What is given takes the place of the other kind too.
-        preset = {key: value for key, value in preset.items() if key not in ("mask_token_id", "noise_range")}
-    config = replace(
-        config, **{key: value for key, value in preset.items() if getattr(config, key) in (None, [])}
-    )
+        preset = {key: value for key, value in preset.items() if key not in FED}
+    config = replace(config, **(preset | given))
     missing = [name for name in ("model", "output_dir", "gated", "stride") if getattr(config, name) is None]
     if config.mask_token_id is None and not config.noise_range:
         missing.append("mask_token_id or noise_range")
@@ -131,11 +130,8 @@ def import_to(config: ImportConfig) -> str:
     named = content.get("base_model_name_or_path")
     base = _base(config, str(named) if named else None)
     tensors = _without_copies(tensors, found, base)
-    what, fix = (
-        f"{found / ADAPTER_CONFIG} has a pattern that is none",
-        "copy the adapter again from its source",
-    )
-    with naming("IDLM-0610", what, fix=fix, of=re.error):
+    what = f"{found / ADAPTER_CONFIG} has a pattern that is none"
+    with naming("IDLM-0610", what, fix="copy the adapter again from its source", of=re.error):
         content, tensors = plain_lora(content, tensors, base=read_json(base / "config.json"))
     targets = sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)})
     spec = AdapterSpec.read(content, origin=found / ADAPTER_CONFIG, targets=targets)

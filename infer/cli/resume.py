@@ -6,7 +6,6 @@ settings that the line has now: `run_config`, by key of the command line, withou
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.checkpoint import ADAPTER_CONFIG, is_adapter
-from idlm.config.schema import plain
+from idlm.config.schema import changed, plain
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
@@ -156,7 +155,7 @@ def _hash(prompt: Any) -> int:
 
 def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, Any]:
     """What all answers of a run have in common. UserErrors of a path that is not a checkpoint."""
-    changed = _changed(config, EngineSettings(), skip=(*SPEED_ONLY_KEYS, *EXCLUDED_KEYS))
+    settings = changed(config, EngineSettings()).items()
     decoder, accelerators = arguments.decoder, arguments.settings["accelerators"]
     values = {
         PATH: str(Path(arguments.model).resolve()),
@@ -167,7 +166,7 @@ def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, 
         **{
             f"adapters.{name}": model_digest(each, base=config.base) for name, each in config.adapters.items()
         },
-        **changed,
+        **{key: value for key, value in settings if key not in (*SPEED_ONLY_KEYS, *EXCLUDED_KEYS)},
     }
     # YAML has types that JSON lacks (dates). No setting takes them, which the engine reports.
     decoded: dict[str, Any] = json.loads(json.dumps(values, default=str))
@@ -176,8 +175,8 @@ def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, 
 
 def of_request(common: RunConfig, params: SamplingParams) -> dict[str, Any]:
     """`common` and the sampling settings of one request, as JSON returns them."""
-    changed = _changed(params, SamplingParams(), prefix="sampling.")
-    return {**common, **json.loads(json.dumps(plain(changed)))}
+    own = {f"sampling.{name}": value for name, value in changed(params, SamplingParams()).items()}
+    return {**common, **json.loads(json.dumps(plain(own)))}
 
 
 def difference(there: RunConfig, here: RunConfig) -> str | None:
@@ -207,15 +206,6 @@ def model_digest(model: str, *, base: str | None = None) -> str:
                     content = hashlib.file_digest(file, "sha256").hexdigest()
                 digest.update(f"{path.name} {content} ".encode())
     return digest.hexdigest()[:32]
-
-
-def _changed(values: Any, defaults: Any, *, prefix: str = "", skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(defaults) if field.name not in skip]
-    return {
-        f"{prefix}{name}": getattr(values, name)
-        for name in names
-        if getattr(values, name) != getattr(defaults, name)
-    }
 
 
 def _described(made: RunConfig, key: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from idlm.config.schema import option
+from idlm.config.schema import changed, option
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
@@ -109,9 +108,7 @@ class BenchConfig(EngineSettings):
 
 def check_unused(config: ChatConfig | BenchConfig, arguments: EngineArguments) -> None:
     """Raise UserError IDLM-0710 for options of an engine where a server answers."""
-    plain = EngineSettings()
-    names = [each.name for each in dataclasses.fields(EngineSettings)]
-    given = [name for name in names if getattr(config, name) != getattr(plain, name)]
+    given = [*changed(config, EngineSettings())]
     given += ["decoder"] * (arguments.decoder is not None or bool(arguments.options))
     if config.url and given:
         raise UserError(

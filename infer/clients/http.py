@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from idlm.config.project import install_command
+from idlm.config.schema import changed
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import KEY_VARIABLE
@@ -184,12 +185,8 @@ class ChunkReader:
 
 def sampling_fields(params: SamplingParams, always: Collection[str] = ()) -> dict[str, Any]:
     """The settings that a request names: those that are not the default, and `always`."""
-    plain, fields = SamplingParams(), {}
-    for name in (each.name for each in dataclasses.fields(SamplingParams) if each.name not in NOT_SENT):
-        value = getattr(params, name)
-        if value is not None and (value != getattr(plain, name) or name in always):
-            fields[name] = value
-    return fields
+    fields = changed(params, SamplingParams()) | {name: getattr(params, name) for name in always}
+    return {name: value for name, value in fields.items() if value is not None and name not in NOT_SENT}
 
 
 def draft_counts(usage: dict[str, Any]) -> tuple[int | None, int | None, int | None]:
