@@ -208,18 +208,12 @@ class ConstraintFields(Body):
     def client_name(self, field: str) -> str:
         """The name of a field, or of a sampling setting, in the body that the client sent."""
         if field == "constraint":
-            calls = ["tools"] * self._constrains_calls
-            field = [*(given for given, _, _ in self._given()), *calls, field][0]
+            field = [*(given for given, _, _ in self._given()), field][0]
         return self._renaming(field)
 
     def named(self, error: ApiError) -> ApiError:
         """An error with the client's names of fields."""
         return error.renamed(self.client_name) if isinstance(error, FieldError) else error
-
-    @property
-    def _constrains_calls(self) -> bool:
-        """Whether calls must follow a grammar, whatever else is given."""
-        return False
 
     def _composed(self) -> list[tuple[str, ConstraintKind, Any]]:
         """The constraints that act: of those given, and of calls. Raises UserError IDLM-0474."""

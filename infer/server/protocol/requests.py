@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from idlm.contracts import CHANGES, MAX_BIAS, Constraint, ConstraintKind, SamplingParams
+from idlm.contracts import MAX_BIAS, Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
@@ -180,9 +180,8 @@ class SamplingFields(ConstraintFields):
     def merged(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """The sampling settings: those `given`, then fields, then `defaults`; seed=-1 is a random one. Raises
         UserError IDLM-0401."""
-        names = ("n", "temperature", "top_p", "seed", "min_p", "tau", "ignore_eos", "prompt_logprobs")
-        others = (*CHANGES, "stop_token_ids", "decoder_options")
-        given = {name: getattr(self, name) for name in (*names, *others)} | given
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names} | given
         given["stop"] = None if self.stop == "" else self.stop
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
@@ -267,8 +266,11 @@ class ChatRequest(SamplingFields):
         return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
 
     def client_name(self, field: str) -> str:
-        newer = field == "max_tokens" and self.max_completion_tokens is not None
-        return super().client_name("max_completion_tokens" if newer else field)
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            field = "max_completion_tokens"
+        elif field == "constraint" and self._constrains_calls and not self._given():
+            field = "tools"
+        return super().client_name(field)
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -282,6 +284,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def _constrains_calls(self) -> bool:
+        """Whether calls must follow a grammar, whatever else is given."""
         tools, has_many = self.callable_tools, self.parallel_tool_calls is not False
         is_strict = any(tool.function.strict for tool in tools)
         return bool(tools) and (self.must_call or is_strict or not has_many)
@@ -357,8 +360,7 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.max_tokens == 0:
             counts.append(0)
         scored = max((number for number in counts if number is not None), default=None)
-        given = {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "prompt_logprobs": scored}
-        return self.merged(defaults, **given)
+        return self.merged(defaults, prompt_logprobs=scored)
 
     @property
     def prompts(self) -> list[Any]:
