@@ -88,12 +88,14 @@ def bench(arguments: list[str]) -> int:
     words = list(map(with_brackets, arguments))
     config, engine_arguments = read_arguments("bench", BenchConfig, words)
     check_unused(config, engine_arguments)
-    _check_plot(config.plot)
+    plot_to = config.plot
+    if plot_to and not (plot_to.endswith((".png", ".svg", ".pdf")) and Path(plot_to).parent.is_dir()):
+        fix = "name a .png, .svg or .pdf in an existing folder"
+        raise UserError("IDLM-0442", f"cannot write plot={plot_to!r}", fix=fix)
     with exclusive_output(config.output, overwrite=config.overwrite):
         rows = _measure_all(config, plan_arms(config, engine_arguments, words))
-
-    if config.plot is not None:
-        plot(rows, config.plot)
+    if plot_to:
+        plot(rows, plot_to)
     print_table(rows)
     return int(any(row["num_error_requests"] for row in rows))
 
@@ -103,13 +105,6 @@ def with_brackets(argument: str) -> str:
     key, equals, value = argument.partition("=")
     is_bare = equals and key in LISTS and not value.startswith("[") and value != "null"
     return f"{key}=[{value}]" if is_bare else argument
-
-
-def _check_plot(plot: str | None) -> None:
-    if plot is not None and not (plot.endswith((".png", ".svg", ".pdf")) and Path(plot).parent.is_dir()):
-        raise UserError(
-            "IDLM-0442", f"cannot write plot={plot!r}", fix="name a .png, .svg or .pdf in an existing folder"
-        )
 
 
 def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[str]) -> list[ArmPlan]:
@@ -218,7 +213,9 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
                 for load in loads:
                     about = {"arm": arm.name, "prompts": config.prompts, **arm.case}
                     row = {**about, "parity_tokens": parity, **measure(arm, load)}
-                    row["over_first"] = _over_first(row, rows)
+                    # The first arm's row under this load.
+                    same = [each for each in rows if each["num_concurrency"] == row["num_concurrency"]]
+                    row["over_first"] = row[RATE] / same[0][RATE] if same and same[0][RATE] else None
                     rows.append(row)
                     if output is not None:
                         output.write({**row, "client": run_fingerprint()})
@@ -229,14 +226,13 @@ def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
     """Compare greedy answers of an arm with those of the first arm (`first`); returns how many tokens were
     compared. None for other servers, other ways of decoding than ar and isd, and lossy settings."""
     is_comparable = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
+    jobs = arms.greedy_jobs(load.jobs, **PARITY)
     if not first:
         is_plain = is_comparable and arm.case["decoder"] == "ar"
-        first.append(arm.greedy(arms.greedy_jobs(load.jobs, **PARITY)) if is_plain else None)
-        return None
-    if first[0] is None or not is_comparable:
-        return None
-    answers = arm.greedy(arms.greedy_jobs(load.jobs, **PARITY))
-    return arms.check_parity(first[0], answers, rounding=arm.rounding)
+        first.append(arm.greedy(jobs) if is_plain else None)
+    elif first[0] is not None and is_comparable:
+        return arms.check_parity(first[0], arm.greedy(jobs), rounding=arm.rounding)
+    return None
 
 
 def measure(arm: Arm, load: Load) -> dict[str, Any]:
@@ -258,12 +254,6 @@ def _log(text: str) -> None:
     """Print progress where there is no bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
-
-
-def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
-    """Output tokens per second over those of the first arm under this load."""
-    same = [each for each in rows if each["num_concurrency"] == row["num_concurrency"]]
-    return row[RATE] / same[0][RATE] if same and same[0][RATE] else None
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -157,7 +157,7 @@ def run_on_engine(
 ) -> list[Record]:
     """Records of a load on an engine. `streams`: answers become text as they come, as a server's do."""
     waiting, records = deque(enumerate(load.jobs)), dict[str, Record]()
-    num_active = num_done = 0
+    num_active = 0
     start = time.perf_counter()
     while waiting or num_active:
         while waiting and _is_due(load, waiting[0][0], num_active, time.perf_counter() - start):
@@ -171,7 +171,6 @@ def run_on_engine(
                 num_active += 1
             except UserError as error:
                 record.end, record.error = time.perf_counter(), str(error)
-                num_done += 1
         if not num_active:
             if waiting:
                 time.sleep(max(0.0, start + load.arrivals[waiting[0][0]] - time.perf_counter()))
@@ -190,8 +189,7 @@ def run_on_engine(
                 record.num_accepted = sum(done.accepted_by_position)
                 record.num_tested = sum(done.tested_by_position)
                 num_active -= 1
-                num_done += 1
-        on_done(num_done)
+        on_done(len(records) - num_active)
     return list(records.values())
 
 

@@ -261,8 +261,10 @@ class GrammarCompiler:
             if not self._budget.is_short:
                 self._thread.submit(self._add_peers, constraint, compiled.peers, self._seconds)
             return compiled
-        if time.perf_counter() - start > TRIM_SECONDS:
-            _trim()
+        # Not every C library can; it holds freed memory in pieces otherwise.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None and time.perf_counter() - start > TRIM_SECONDS:
+            trim(0)
         return _refusal(constraint, compiled)
 
     def _cost(self, constraint: Constraint) -> Cost:
@@ -331,13 +333,6 @@ def _refusal(constraint: Constraint, problem: str) -> UserError:
         fix="correct its text, which the checkpoint's tokens must be able to spell; see "
         "what llguidance supports",
     )
-
-
-def _trim() -> None:
-    """Return freed memory to the system, where the C library can; it holds it in pieces otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _llguidance() -> Any:
