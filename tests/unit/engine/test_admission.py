@@ -45,6 +45,7 @@ def client_of(api_key: str | None, *headers: str) -> tuple[int, str | None]:
     lines = [(b"authorization", one.encode()) for one in headers]
     scope: dict[str, Any] = {
         "type": "http",
+        "method": "GET",
         "path": "/v1/models",
         "raw_path": b"/v1/models",
         "query_string": b"",
@@ -129,9 +130,9 @@ def test_long_texts_have_a_thread_of_their_own() -> None:
 
     async def both() -> None:
         call = functools.partial(encode)
-        long = asyncio.create_task(found._encode(call, ["a" * (LONG_CHARS + 1)], 2, "a"))
+        long = asyncio.create_task(found.encode(call, ["a" * (LONG_CHARS + 1)], 2, "a"))
         await asyncio.sleep(0)
-        assert await found._encode(call, ["a"], 1, "b") == [[1]]
+        assert await found.encode(call, ["a"], 1, "b") == [[1]]
         assert found._encoding == Counter(a=2)
         may_continue.set()
         assert await long == [[LONG_CHARS + 1]]
@@ -153,7 +154,7 @@ def test_a_client_with_a_slow_conversation_keeps_to_the_other_thread() -> None:
 
     async def send(client: str, prompt: str) -> None:
         with contextlib.suppress(UserError):
-            await found._encode(functools.partial(encode), [prompt], 1, client)
+            await found.encode(functools.partial(encode), [prompt], 1, client)
 
     async def run() -> None:
         for client, prompt in (("a", "slow"), ("a", "fast"), ("b", "fast")):
@@ -186,7 +187,7 @@ def test_long_texts_of_clients_are_encoded_in_turn() -> None:
         calls = (
             (functools.partial(encode, client=one, tools=tools), each, one) for one, each, tools in given
         )
-        await asyncio.gather(*(found._encode(call, [[each]], 1, client) for call, each, client in calls))
+        await asyncio.gather(*(found.encode(call, [[each]], 1, client) for call, each, client in calls))
 
     asyncio.run(run())
     assert order == ["a", "b", "a", "a"]
