@@ -53,10 +53,10 @@ def measure(arguments: list[str]) -> int:
 
 def draw_contexts(options: dict[str, str]) -> list[list[int]]:
     """Prompts with beginnings of answers that the model draws, cut at random positions."""
-    prompts = load_prompts(options["prompts"])[: int(options["answers"])]
-    params = SamplingParams(temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]))
-    with engine_of(options | {"batch": str(len(prompts)), "dtype": "auto"}, "ar") as engine:
-        prompts_ids = engine.encode(prompts)
+    temperature, max_tokens = float(options["temperature"]), int(options["max_tokens"])
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+    with engine_of(options | {"batch": options["answers"], "dtype": "auto"}, "ar") as engine:
+        prompts_ids = engine.encode(load_prompts(options["prompts"])[: int(options["answers"])])
         completions = engine.generate(prompts_ids, params)
         del engine
     rng = torch.Generator().manual_seed(0)
