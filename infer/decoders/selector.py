@@ -5,8 +5,8 @@ Without one, drafts are independent draws from mask rows, none of which saw the 
 exact whatever it computes, as long as each is drawn from the very distribution that is stored with it, and
 that distribution depends on nothing but the pass and the drafts before it. Two launches select the candidates
 of all rows, one takes them out of the stored rows, one draws the drafts of each sequence in order, and one
-stores what they were drawn from. B
-sequences of a pass, J drafts, M = B * J draft rows, X wanted rows, V vocabulary, Z lanes."""
+stores what they were drawn from. B sequences of a pass, J drafts, M = B * J draft rows, X wanted rows, V
+vocabulary, Z lanes."""
 
 from __future__ import annotations
 
