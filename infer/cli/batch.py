@@ -1,5 +1,5 @@
-"""The answers of `idlm-generate`: to prompts of -p, files and standard input, in their order. That to one
-prompt is printed as it comes."""
+"""`idlm-generate` beyond one prompt of -p: several prompts, files, standard input and outputs. Answers come
+in order of the prompts."""
 
 from __future__ import annotations
 
@@ -232,6 +232,7 @@ class AnswerRun:
         self._done: dict[Key, Completion] = {}
         self._num_lines = 0
         self._refusal: UserError | None = None
+        self._is_read = False
 
     def __iter__(self) -> Iterator[Answer]:
         for answers in self.batches():
@@ -275,15 +276,19 @@ class AnswerRun:
     def _fill(self) -> bool:
         """Queue more lines; returns whether an answer is missing."""
         maximum = QUEUE_FACTOR * self._engine.settings.max_sequences
-        try:
-            while len(self._order) - len(self._done) < maximum and (line := next(self._lines, None)):
+        while not self._is_read and len(self._order) - len(self._done) < maximum:
+            try:
+                line = next(self._lines, None)
+                if line is None:
+                    self._is_read = True
+                    break
                 request_id = f"{self._num_lines}:{line.request_id}"
                 with _located(line), uninterrupted():
                     self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
                     self._num_lines += 1
                     self._order.extend((line, (request_id, index)) for index in range(line.params.n))
-        except UserError as refusal:
-            self._refusal, self._lines = refusal, iter(())
+            except UserError as refusal:
+                self._refusal, self._is_read = refusal, True
         return bool(self._order)
 
 

@@ -1,4 +1,4 @@
-"""`idlm-generate`: its arguments; prompts are answered in `batch.py`.
+"""`idlm-generate`: one prompt of -p is answered here; several and files are in `batch.py`.
 
 Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """
@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig, check_printed, read_arguments
+from idlm.infer.cli.config import (
+    GenerateConfig,
+    check_printed,
+    check_text,
+    print_stream,
+    read_arguments,
+    require_tokenizer,
+)
 from idlm.infer.cli.help import PLUGIN_FLAGS, EngineHelp
 
 HELP = EngineHelp(
@@ -50,9 +57,21 @@ def generate(arguments: list[str]) -> int:
         return 0
     if config.output is None:
         check_printed(config.sampling)
-    from idlm.infer.cli.batch import answer_batch
+    if not _is_one_prompt(config):
+        from idlm.infer.cli.batch import answer_batch
 
-    return answer_batch(config, engine_arguments)
+        return answer_batch(config, engine_arguments)
+    [prompt] = config.prompt
+    check_text("prompt", prompt)
+    engine = engine_arguments.load(is_shown=config.stats)
+    require_tokenizer(engine.tokenizer, "text")
+    print_stream(engine, prompt, config.sampling, has_stats=config.stats)
+    return 0
+
+
+def _is_one_prompt(config: GenerateConfig) -> bool:
+    has_files = config.input is not None or config.output is not None or config.resume
+    return len(config.prompt) == config.sampling.n == 1 and config.system is None and not has_files
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
