@@ -31,15 +31,7 @@ from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.stride_controller import StepLoad, StrideController
 from tests.law.changes import law as changes
-from tests.law.harness import (
-    NEUTRAL,
-    NUM_TOKENS,
-    PROMPT,
-    build_engine,
-    fits,
-    sample,
-    write_law_toy,
-)
+from tests.law.harness import NEUTRAL, NUM_TOKENS, PROMPT, build_engine, fits, sample, write_law_toy
 from tests.prefix_simulation import check_pages
 
 STRIDES = (2, 3, 4, 8)

@@ -27,14 +27,7 @@ from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.checkpoint import verify
 from idlm.errors import UserError
 from tests.integration.zero import crashes
-from tests.integration.zero.worlds import (
-    RUN_SECONDS,
-    STAGE_END,
-    STEPS,
-    World,
-    import_everything,
-    make_base,
-)
+from tests.integration.zero.worlds import RUN_SECONDS, STAGE_END, STEPS, World, import_everything, make_base
 
 OPTIONS = defaults("worlds=1,2 writers=sync,async kills=50 points=all flips=200 seed=0 record=false")
 

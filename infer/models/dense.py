@@ -17,13 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from idlm.infer.models.base import (
-    ALONE,
-    KVAccess,
-    ModelSpec,
-    Shards,
-    TensorNames,
-)
+from idlm.infer.models.base import ALONE, KVAccess, ModelSpec, Shards, TensorNames
 from idlm.infer.models.low_rank import LowRank
 from idlm.infer.models.weights import WeightTarget, head_order, row_orders, row_target, target_of
 from idlm.kernels.gated_lora import Gate, GatedLora, gate_of, group_rows, num_adapters_of

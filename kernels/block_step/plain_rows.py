@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.block_step.types import (
-    PASSES_BITS,
-    BlockLanes,
-    BlockShape,
-    PackedBlocks,
-    WantedPositions,
-)
+from idlm.kernels.block_step.types import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks, WantedPositions
 from idlm.kernels.row_compaction import allot
 from idlm.kernels.step_rows import Lanes
 

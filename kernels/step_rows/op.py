@@ -11,15 +11,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.sampling import random_words
-from idlm.kernels.step_rows.types import (
-    GROUP_DRAWS,
-    MASK,
-    NOISE_DRAWS,
-    Lanes,
-    Noise,
-    RowTable,
-    StepRows,
-)
+from idlm.kernels.step_rows.types import GROUP_DRAWS, MASK, NOISE_DRAWS, Lanes, Noise, RowTable, StepRows
 
 FEW_SEQUENCES, FEW_BLOCK = 16, 32
 """Up to so many sequences one warp packs so many rows."""

@@ -16,14 +16,7 @@ import torch
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.state.page_pool import PagePool, PrefixCache
-from tests.contracts.engines import (
-    CYCLE,
-    acceptance_of,
-    assert_idle,
-    build_engine,
-    clear_answers,
-    prompts_of,
-)
+from tests.contracts.engines import CYCLE, acceptance_of, assert_idle, build_engine, clear_answers, prompts_of
 
 DECODERS = ["ar", "branch", "tree"]
 PAGE = 4

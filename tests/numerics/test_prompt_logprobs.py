@@ -21,14 +21,7 @@ from idlm.infer.request import Request
 from idlm.infer.runtime import logprobs
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import WantedRows
-from tests.contracts.engines import (
-    CYCLE,
-    MASK_ID,
-    assert_idle,
-    build_engine,
-    clear_answers,
-    prompts_of,
-)
+from tests.contracts.engines import CYCLE, MASK_ID, assert_idle, build_engine, clear_answers, prompts_of
 from tests.numerics.test_model_parity import save_reference
 
 TOLERANCE = 1e-4

@@ -16,11 +16,7 @@ from idlm.errors import UserError
 from idlm.log import num_processes
 from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig, with_values
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.distributed.deepspeed import (
-    SHARDS_WEIGHTS,
-    num_parameters,
-    num_trained_parameters,
-)
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_parameters, num_trained_parameters
 from idlm.train.model.graphs import replays
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage

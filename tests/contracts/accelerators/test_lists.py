@@ -10,13 +10,7 @@ import torch
 
 from idlm.infer.accelerators import quest
 from idlm.infer.state.page_pool import PagePool
-from tests.contracts.accelerators.cases import (
-    PROMPTS,
-    SIZE,
-    THIN,
-    engine_of,
-    tokens,
-)
+from tests.contracts.accelerators.cases import PROMPTS, SIZE, THIN, engine_of, tokens
 from tests.contracts.engines import assert_idle, clear_answers, drain, greedy
 
 

@@ -12,16 +12,7 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.sparse import row_reservation
 from idlm.infer.sparse.stack import SparseKV
 from idlm.infer.state.batch import PassRows
-from tests.contracts.accelerators.cases import (
-    FOCUS,
-    PARAMS,
-    PROMPTS,
-    SIZE,
-    TIGHT,
-    engine_of,
-    force,
-    tokens,
-)
+from tests.contracts.accelerators.cases import FOCUS, PARAMS, PROMPTS, SIZE, TIGHT, engine_of, force, tokens
 from tests.contracts.engines import assert_idle, drain
 
 STRATEGIES: list[dict[str, Any]] = [

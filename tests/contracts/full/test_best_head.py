@@ -22,14 +22,7 @@ from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import WantedRows
 from idlm.kernels.masked_logits import Proposals
 from tests.contracts.engines import assert_idle, prompts_of
-from tests.contracts.full.canvases import (
-    MASK_ID,
-    ORDERS,
-    STOP_IDS,
-    engine_of,
-    slow_canvas,
-    spread,
-)
+from tests.contracts.full.canvases import MASK_ID, ORDERS, STOP_IDS, engine_of, slow_canvas, spread
 from tests.contracts.full.canvases import PROMPTS as MIXED_PROMPTS
 from tests.contracts.full.canvases import expected_of as mixed_case
 from tests.contracts.full.slow_canvas import SlowCanvas

@@ -12,14 +12,7 @@ import torch
 from idlm.infer.accelerators import prefix
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.semantics import Semantics
-from tests.contracts.accelerators.cases import (
-    PARAMS,
-    PROMPTS,
-    STACKS,
-    STRATEGY,
-    exactly,
-    thinly,
-)
+from tests.contracts.accelerators.cases import PARAMS, PROMPTS, STACKS, STRATEGY, exactly, thinly
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, clear_answers, greedy, watch_passes
 from tests.toy import write_toy_checkpoint
 

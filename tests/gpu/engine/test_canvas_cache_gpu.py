@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.engines import assert_idle
-from tests.contracts.full.canvases import (
-    PROMPTS,
-    engine_of,
-    expected_of,
-    family,
-    slow_canvas,
-    spread,
-)
+from tests.contracts.full.canvases import PROMPTS, engine_of, expected_of, family, slow_canvas, spread
 from tests.contracts.full.test_canvas_cache import CASES, found_by
 
 __all__ = ["family"]

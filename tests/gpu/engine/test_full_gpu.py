@@ -12,15 +12,7 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.mosaic.arena import MappedArena, open_arena
 from idlm.kernels.masked_logits import has_fused, launch
-from tests.contracts.full.canvases import (  # noqa: F401 - `family` is a fixture
-    ORDERS,
-    PROMPTS,
-    engine_of,
-    expected_of,
-    family,
-    slow_canvas,
-    spread,
-)
+from tests.contracts.full.canvases import ORDERS, PROMPTS, engine_of, expected_of, family, slow_canvas, spread  # noqa: F401 - `family` is a fixture
 from tests.contracts.full.test_best_head import check_answers, greedy_cases
 
 MIB = 1 << 20

@@ -14,14 +14,7 @@ from idlm.infer.cli.output import exclusive_output
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.text import tokenizer as tokens
-from tests.integration.inference.command_lines import (
-    BASE,
-    MODEL,
-    TINY,
-    give_stdin,
-    read_lines,
-    write_lines,
-)
+from tests.integration.inference.command_lines import BASE, MODEL, TINY, give_stdin, read_lines, write_lines
 
 GOOD = {"prompt": "Lea has 9 shells."}
 LONG = "x" * 300

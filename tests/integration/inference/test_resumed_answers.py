@@ -14,13 +14,7 @@ from safetensors.torch import load_file, save_file
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
-from idlm.infer.cli.resume import (
-    EXCLUDED_KEYS,
-    SPEED_ONLY_KEYS,
-    difference,
-    model_digest,
-    of_request,
-)
+from idlm.infer.cli.resume import EXCLUDED_KEYS, SPEED_ONLY_KEYS, difference, model_digest, of_request
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker

@@ -20,14 +20,7 @@ from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.protocol.responses import ResponseRequest
 from idlm.infer.server.replies.stored import ResponseStore
-from tests.integration.server.servers import (
-    CALLER_WORDS,
-    PATIENCE,
-    PROMPT,
-    Running,
-    caller,
-    running,
-)
+from tests.integration.server.servers import CALLER_WORDS, PATIENCE, PROMPT, Running, caller, running
 from tests.integration.server.test_client_flows import NAME, QUESTION, Town, check_call
 
 PATH, CHAT, INPUT = "/v1/responses", "/v1/chat/completions", "Which town?"

@@ -16,15 +16,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.server import messages
 from idlm.infer.server.messages import AnswerEvent, read_event
 from idlm.text.tokenizer import encode_messages, encode_prompt
-from tests.integration.server.servers import (
-    PATIENCE,
-    PROMPT,
-    Running,
-    checkpoint,
-    events,
-    reference,
-    running,
-)
+from tests.integration.server.servers import PATIENCE, PROMPT, Running, checkpoint, events, reference, running
 
 pytestmark = pytest.mark.sweep
 

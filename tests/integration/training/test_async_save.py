@@ -19,11 +19,7 @@ from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.loop import trainer as training
 from idlm.train.report import SampleReport
-from tests.integration.training.stopped_runs import (
-    assert_same_weights,
-    ctrl_c_after,
-    num_floats,
-)
+from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, num_floats
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 
 STAGES = "[{stride: 2, steps: 3}, {stride: 3, steps: 3}]"

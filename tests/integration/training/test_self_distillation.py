@@ -19,13 +19,7 @@ from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train import cli
 from idlm.train.config.schema import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
-from tests.integration.inference.command_lines import (
-    AR,
-    MODEL,
-    TINY,
-    read_lines,
-    write_lines,
-)
+from tests.integration.inference.command_lines import AR, MODEL, TINY, read_lines, write_lines
 
 PLAIN = [*MODEL, *AR, "sampling.seed=1", "stats=false"]
 

@@ -15,13 +15,7 @@ from idlm.infer.clients.arms import Greedy, check_parity
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.http import sampling_fields
-from idlm.infer.clients.loads import (
-    Job,
-    Load,
-    Record,
-    aggregate,
-    load_prompts,
-)
+from idlm.infer.clients.loads import Job, Load, Record, aggregate, load_prompts
 
 GENAI_BENCH = {
     *("scenario", "num_concurrency", "batch_size", "iteration_type", "run_duration", "requests_per_second"),

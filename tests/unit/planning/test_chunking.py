@@ -9,14 +9,7 @@ import pytest
 from benchmarks.engine.canvas.executor import forward_of
 from idlm.errors import UserError
 from idlm.infer.mosaic import planner
-from idlm.infer.mosaic.chunking import (
-    Forward,
-    Misfit,
-    max_length,
-    plan_forward,
-    search,
-    trunk_forward,
-)
+from idlm.infer.mosaic.chunking import Forward, Misfit, max_length, plan_forward, search, trunk_forward
 from idlm.infer.mosaic.planner import ArenaPlan, plan_template
 from idlm.infer.mosaic.template import K_QUERY, LENGTH, WANTED, Loop, PassTemplate, Size, Sizes
 from idlm.infer.mosaic.trunk import TrunkShape

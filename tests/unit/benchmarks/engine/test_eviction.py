@@ -7,9 +7,7 @@ import torch
 
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, implied_rows
-from benchmarks.engine.eviction_trace import (
-    synthetic_trace,
-)
+from benchmarks.engine.eviction_trace import synthetic_trace
 from benchmarks.models import random_model
 
 

@@ -12,15 +12,8 @@ from torch import Tensor
 
 from benchmarks.engine import memory
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
-from benchmarks.engine.canvas.native import (
-    NativeModel,
-    empty_model,
-    masked_logits,
-    random_canvas,
-)
-from benchmarks.engine.canvas.sizes import (
-    length_floor,
-)
+from benchmarks.engine.canvas.native import NativeModel, empty_model, masked_logits, random_canvas
+from benchmarks.engine.canvas.sizes import length_floor
 from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
 from benchmarks.models import family_of, model_spec
 from benchmarks.results import read_rows
