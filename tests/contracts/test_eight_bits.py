@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.memory import base as caching
@@ -34,6 +33,7 @@ from tests.contracts.engines import (
     watch_passes,
     write_converted_toy,
 )
+from tests.errors import refused
 from tests.ranks import group_engine, group_of_threads
 from tests.toy import ARCHITECTURES, load_model
 
@@ -247,9 +247,8 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, bad: Any) -> None:
     if bad is not None:
         named[names[-1]] = torch.tensor(bad)
     _rewrite(toy, lambda _, tensor: tensor, **named)
-    with pytest.raises(UserError, match="IDLM-0614") as caught:
-        load_model(toy, device="cpu")
-    assert names[-1] in caught.value.message
+    error = refused("IDLM-0614", load_model, toy, device="cpu")
+    assert names[-1] in error.message
 
 
 @pytest.mark.parametrize(
@@ -262,16 +261,14 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, bad: Any) -> None:
 def test_what_cannot_be_had_is_refused(
     foreseeing: Path, options: dict[str, Any], code: str, words: str
 ) -> None:
-    with pytest.raises(UserError, match=code) as caught:
-        build_engine(foreseeing, "ar", **options)
-    assert words in caught.value.message
+    error = refused(code, build_engine, foreseeing, "ar", **options)
+    assert words in error.message
 
 
 def test_a_gpu_without_eight_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UserError, match="IDLM-0447") as caught:
-        fp8.check_device(device)
-    assert "8.0" in caught.value.message
+    error = refused("IDLM-0447", fp8.check_device, device)
+    assert "8.0" in error.message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     fp8.check_device(device)

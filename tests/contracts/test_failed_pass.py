@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from tests.contracts.block.blocks import write_block_toy
+from tests.errors import refused
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 FAULTS = (
@@ -86,11 +86,9 @@ def test_an_id_whose_answer_was_not_read_stays_in_use() -> None:
     engine = _engine("isd")
     engine.add_request("a", SURVIVOR, GREEDY)
     engine.generate([VICTIM], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    with pytest.raises(UserError, match="IDLM-0409"):
-        engine.generate([EARLIER], GREEDY, request_ids=["a"])
+    refused("IDLM-0409", engine.generate, [EARLIER], GREEDY, request_ids=["a"])
     assert _drain(engine)["a"].num_prompt_tokens == len(SURVIVOR)
-    with pytest.raises(UserError, match="IDLM-0409"):
-        engine.generate([EARLIER, VICTIM], GREEDY, request_ids=["b", "b"])
+    refused("IDLM-0409", engine.generate, [EARLIER, VICTIM], GREEDY, request_ids=["b", "b"])
     [again] = engine.generate([EARLIER], GREEDY, request_ids=["a"])
     assert again.num_prompt_tokens == len(EARLIER)
 

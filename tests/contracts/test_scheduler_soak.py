@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.state.page_pool import PrefixCache
 from tests.contracts.engines import (
@@ -25,6 +24,7 @@ from tests.contracts.engines import (
     build_engine,
     prompts_of,
 )
+from tests.errors import refused
 from tests.prefix_simulation import check_pages
 
 NUM_REQUESTS = 112
@@ -184,8 +184,7 @@ def _check_soak(foreseeing: Path, decoder: str, count: int, options: dict[str, A
 
 def test_closing_a_stream_frees_the_request(foreseeing: Path) -> None:
     engine, params = _engine(foreseeing, "tree", TINY), SamplingParams(max_tokens=20, seed=0)
-    with pytest.raises(UserError):
-        engine.stream([])
+    refused("IDLM-0410", engine.stream, [])
     engine.stream([1, 2, 3], params).close()
     assert_idle(engine)
     events = engine.stream([1, 2, 3], params)

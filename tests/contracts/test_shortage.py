@@ -30,6 +30,7 @@ from tests.contracts.engines import (
     greedy,
     prompts_of,
 )
+from tests.errors import refused
 from tests.prefix_simulation import check_pages
 from tests.ranks import group_engine, group_of_threads
 
@@ -216,8 +217,7 @@ def test_generate_and_stream_raise_for_their_own_requests_only(
     assert caught.value.__context__ is None, "its traceback would hold the tensors of the pass"
     engine.step()
     short["passes"] = 2
-    with pytest.raises(UserError, match="IDLM-0448"):
-        list(engine.stream(_prompts()[3], greedy(max_tokens=4)))
+    refused("IDLM-0448", list, engine.stream(_prompts()[3], greedy(max_tokens=4)))
     assert list(engine._active) == ["other"]
     engine.step()
     short["passes"] = 2

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.decoders.base import KVWritePolicy
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.graphs import pass_shape
@@ -29,6 +28,7 @@ from tests.contracts.engines import (
     greedy,
     prompts_of,
 )
+from tests.errors import refused
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
@@ -180,9 +180,8 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
     ],
 )
 def test_bad_settings_are_named(foreseeing: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match="IDLM-0415") as caught:
-        build_engine(foreseeing, "ar", **options)
-    assert words in caught.value.message
+    error = refused("IDLM-0415", build_engine, foreseeing, "ar", **options)
+    assert words in error.message
 
 
 def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:

@@ -40,7 +40,7 @@ from tests.contracts.engines import (
     prompts_of,
     simulate_graphs,
 )
-from tests.interrupts import ctrl_c_raises
+from tests.errors import ctrl_c_raises, refused
 from tests.ranks import group_engine, group_of_threads, shards_of
 from tests.toy import write_toy_checkpoint
 
@@ -244,10 +244,8 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
         engine.add_request("a", [1, 2, 3], greedy(max_tokens=10))
         engine.step()
         engine.table.tokens_ZL[engine.scheduler.running[0].lane, 1] += 1
-        with pytest.raises(UserError, match="IDLM-0429"):
-            engine.generate([[4, 5]], greedy(max_tokens=10))
-        with pytest.raises(UserError, match="IDLM-0428"):
-            engine.generate([[1, 2, 3]], greedy(max_tokens=10))
+        refused("IDLM-0429", engine.generate, [[4, 5]], greedy(max_tokens=10))
+        refused("IDLM-0428", engine.generate, [[1, 2, 3]], greedy(max_tokens=10))
 
 
 @pytest.mark.sweep
@@ -264,8 +262,7 @@ def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
         # A digest without an engine ends its thread and closes its connection.
         group.broadcast({"do": "digest"})
         if is_noticed:
-            with pytest.raises(UserError, match="IDLM-0426: rank 1 failed: AssertionError"):
-                group.answers()
+            refused("IDLM-0426: rank 1 failed: AssertionError", group.answers)
         assert is_free.wait(0.6) != is_noticed
 
 

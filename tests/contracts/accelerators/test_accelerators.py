@@ -44,6 +44,7 @@ from tests.contracts.accelerators.cases import (
     watch_lists,
 )
 from tests.contracts.engines import assert_idle, build_engine, watch_passes
+from tests.errors import refused
 from tests.ranks import group_engine, group_of_threads
 
 
@@ -74,9 +75,8 @@ def test_at_full_budget_every_stack_is_exact_or_refused(
     plain = build_engine(toys[kind], decoder, **TOGETHER)
     needs = [name for name in stack if ACCELERATORS.get(name).needs_blocks]
     if needs and plain.decoder.kv_policy.num_lookahead_tokens:
-        with pytest.raises(UserError, match="IDLM-0460") as refusal:
-            build_engine(toys[kind], decoder, accelerators=exactly(stack))
-        assert all(f"{name}: decoder={decoder} has no blocks" in str(refusal.value) for name in needs)
+        error = refused("IDLM-0460", build_engine, toys[kind], decoder, accelerators=exactly(stack))
+        assert all(f"{name}: decoder={decoder} has no blocks" in str(error) for name in needs)
         return
     engine = build_engine(toys[kind], decoder, accelerators=exactly(stack), **TOGETHER)
     expected_passes, passes = watch_passes(plain, monkeypatch), watch_passes(engine, monkeypatch)
@@ -116,8 +116,7 @@ def test_full_budget_is_exact_however_blocks_are_decoded(
     with contextlib.suppress(UserError):
         engine = engine_of(toys, accelerators=exactly((name,)), **decoding)
     if engine is None:
-        with pytest.raises(UserError, match=f"(?s)IDLM-0460.*{name}: "):
-            engine_of(toys, accelerators=exactly((name,)), **decoding)
+        refused(f"(?s)IDLM-0460.*{name}: ", engine_of, toys, accelerators=exactly((name,)), **decoding)
         return
     found = engine.generate(prompts, params)
     assert tokens(found) == plain_answers("block", (0, 2, 3), (0, 1, 2), decoding)

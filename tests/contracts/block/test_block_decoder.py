@@ -24,6 +24,7 @@ from idlm.semantics import Semantics
 from tests.block_reference import Sampling
 from tests.contracts.block.blocks import PROMPTS, Slow, assert_answers, params_of, write_block_toy
 from tests.contracts.engines import DEVICE, MASK_ID, assert_idle, build_engine, greedy, prompts_of, wanted_of
+from tests.errors import refused
 from tests.toy import write_toy_checkpoint
 
 pytestmark = pytest.mark.decides
@@ -226,9 +227,8 @@ def test_pages_hold_whole_blocks_by_default(tmp_path: Path, size: int, page_size
 def test_bad_options_are_named(
     toys: dict[bool, Path], options: dict[str, Any], code: str, words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(UserError, match=code) as caught:
-        build_engine(toys[False], "block", **options)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    error = refused(code, build_engine, toys[False], "block", **options)
+    assert all(word in str(error) for word in words), str(error)
 
 
 @pytest.mark.parametrize("strategy", UNMASKINGS.names())
@@ -260,8 +260,7 @@ def test_more_alternatives_than_are_stored_are_refused(toys: dict[bool, Path]) -
 def test_relaxed_acceptance_needs_drafts(toys: dict[bool, Path], tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path)
     for engine in (build_engine(toys[False], "block"), build_engine(tmp_path, "ar")):
-        with pytest.raises(UserError, match=r"IDLM-0455.*tau=0\.5"):
-            engine.generate([[1]], SamplingParams(tau=0.5))
+        refused(r"IDLM-0455.*tau=0\.5", engine.generate, [[1]], SamplingParams(tau=0.5))
         assert not engine.has_work
 
 
@@ -270,11 +269,8 @@ def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
 ) -> None:
     engine = Engine.from_pretrained(toys[False], device="cpu", max_length=64)
     assert engine.decoder.name == "block"
-    with pytest.raises(UserError, match="IDLM-0449"):
-        engine.generate([[1]], SamplingParams(prompt_logprobs=1))
+    refused("IDLM-0449", engine.generate, [[1]], SamplingParams(prompt_logprobs=1))
     for causal in ("ar", "isd"):
-        with pytest.raises(UserError, match="IDLM-0452"):
-            build_engine(toys[False], causal)
+        refused("IDLM-0452", build_engine, toys[False], causal)
     write_toy_checkpoint(tmp_path)
-    with pytest.raises(UserError, match="IDLM-0450"):
-        build_engine(tmp_path, "block")
+    refused("IDLM-0450", build_engine, tmp_path, "block")

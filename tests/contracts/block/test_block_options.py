@@ -17,6 +17,7 @@ from idlm.infer.engine import Engine
 from tests.block_reference import Sampling
 from tests.contracts.block.blocks import PROMPTS, SETTINGS, Slow, assert_answers, params_of
 from tests.contracts.engines import assert_idle, build_engine, prompts_of, watch_passes
+from tests.errors import refused
 from tests.integration.inference.command_lines import read_lines, write_lines
 from tests.ranks import group_engine, group_of_threads
 
@@ -251,6 +252,5 @@ def test_options_that_a_request_cannot_have_are_refused(
     ids=str,
 )
 def test_options_at_odds_are_refused(toys: dict[bool, Path], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        build_block(toys[False], **options)
-    assert caught.value.code in ("IDLM-0451", "IDLM-0416")
+    error = refused(words, build_block, toys[False], **options)
+    assert error.code in ("IDLM-0451", "IDLM-0416")

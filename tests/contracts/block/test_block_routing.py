@@ -12,6 +12,7 @@ from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from tests.contracts.engines import assert_idle, build_engine, clear_answers, greedy
+from tests.errors import refused
 from tests.numerics.test_family_parity import BLOCK, MASK, llada22
 from tests.toy import load_model
 
@@ -64,16 +65,14 @@ def test_parts_of_a_block_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)IDLM-0460.*focus: .*choose experts together"):
         build_engine(checkpoint, "block", accelerators={"focus": {}})
     llada22(tmp_path, delete_token_id=None, split_token_id=None)
-    with pytest.raises(UserError, match=r"IDLM-0617.*dual_cache=true"):
-        build_engine(tmp_path, "block", sub_block_size=2, dual_cache=True)
+    refused(r"IDLM-0617.*dual_cache=true", build_engine, tmp_path, "block", sub_block_size=2, dual_cache=True)
 
 
 def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
     llada22(tmp_path)
     meaning = Semantics(causality="block", logit_shift=False, block_size=2 * BLOCK, mask_token_id=MASK)
     meaning.save(tmp_path)
-    with pytest.raises(UserError, match=r"IDLM-0617.*block_size=8 .*\(allowed: 4\)"):
-        load_model(tmp_path, device="cpu")
+    refused(r"IDLM-0617.*block_size=8 .*\(allowed: 4\)", load_model, tmp_path, device="cpu")
 
 
 def test_tokens_of_edits_come_from_the_config_and_are_kept(checkpoint: Path, tmp_path: Path) -> None:

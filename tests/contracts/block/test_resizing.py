@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.kernels.block_step import Held, Resizing
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling
 from tests.contracts.block.resizing_reference import SlowResizing
 from tests.contracts.engines import assert_idle, build_engine
+from tests.errors import refused
 from tests.margins import NearTie
 from tests.numerics.test_family_parity import BLOCK, MASK, Logits, SlowReference, draw, llada22
 
@@ -108,9 +108,7 @@ def test_blocks_are_rebuilt_as_lists_are(seed: int) -> None:
 
 
 def test_parts_and_shifts_are_refused(model: tuple[Path, Logits]) -> None:
-    with pytest.raises(UserError, match=r"IDLM-0451.*sub_block_size=2"):
-        build_engine(model[0], "block", sub_block_size=2)
+    refused(r"IDLM-0451.*sub_block_size=2", build_engine, model[0], "block", sub_block_size=2)
     for wrong in ({"edit_token_ids": (1,)}, {"edit_token_ids": (1, 2), "logit_shift": True}):
         meaning: dict[str, Any] = {"causality": "block", "block_size": 4, "logit_shift": False, **wrong}
-        with pytest.raises(UserError, match="IDLM-0304"):
-            Semantics(**meaning)
+        refused("IDLM-0304", Semantics, **meaning)

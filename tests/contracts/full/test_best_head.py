@@ -27,6 +27,7 @@ from tests.contracts.full.canvases import PROMPTS as MIXED_PROMPTS
 from tests.contracts.full.canvases import expected_of as mixed_case
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.contracts.full.test_mosaic import poison, shortened, with_chunks
+from tests.errors import refused
 from tests.kernels.references.masked_logits import masked_logits_reference
 from tests.margins import NearTie
 
@@ -191,8 +192,7 @@ def test_logits_that_are_not_finite_fail_the_request(
     head_of(engine)[3] = torch.nan
     if not uses_best:
         monkeypatch.setattr(DenseTrunk, "head_weight", None)
-    with pytest.raises(UserError, match="IDLM-0457"):
-        answers(engine)
+    refused("IDLM-0457", answers, engine)
     assert (counts.best > 0) == uses_best
     assert_idle(engine)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.decoders.full import FullDecoder
 from idlm.infer.decoders.full_config import FullConfig
 from idlm.infer.decoders.full_rows import CACHES
@@ -28,6 +27,7 @@ from tests.contracts.full.canvases import (
     spread,
     watched,
 )
+from tests.errors import refused
 
 CASES: list[dict[str, Any]] = [
     {"order": "low_confidence", "block_length": 4, "cache": "prefix"},
@@ -176,9 +176,7 @@ def test_each_layer_has_keys_and_values_of_its_own(llada: Path) -> None:
     ids=str,
 )
 def test_options_that_do_not_fit_are_refused(llada: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        engine_of(llada, {"order": "low_confidence", **options})
-    assert words in str(caught.value), str(caught.value)
+    refused(words, engine_of, llada, {"order": "low_confidence", **options})
 
 
 def test_a_request_sets_its_own_factor(llada: Path) -> None:

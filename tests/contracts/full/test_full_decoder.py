@@ -22,6 +22,7 @@ from tests.contracts.full.canvases import (
     spread,
     watched,
 )
+from tests.errors import refused
 from tests.numerics import full_reference
 
 
@@ -54,9 +55,8 @@ def test_canvases_that_cannot_be_divided_are_refused(family: tuple[str, Path]) -
         ([1], SamplingParams(max_tokens=64), "max_tokens=60"),
         ([1, MASK_ID], SamplingParams(max_tokens=4), "the mask"),
     ]:
-        with pytest.raises(UserError, match="IDLM-0470") as caught:
-            engine.generate([prompt], params)
-        assert words in str(caught.value), str(caught.value)
+        error = refused("IDLM-0470", engine.generate, [prompt], params)
+        assert words in str(error), str(error)
     engine.generate([[1]], SamplingParams(max_tokens=16, seed=1, ignore_eos=True))
 
 

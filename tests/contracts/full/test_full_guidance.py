@@ -31,6 +31,7 @@ from tests.contracts.full.canvases import (
     watched,
 )
 from tests.contracts.full.test_mosaic import with_chunks
+from tests.errors import refused
 from tests.margins import NearTie
 from tests.prefix_simulation import check_pages
 
@@ -222,14 +223,12 @@ def test_two_canvases_that_cannot_fit_are_refused(llada: Path) -> None:
     plain = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
     guided = dataclasses.replace(plain, decoder_options={"guidance": 1.0})
     engine.check_request("plain", [1] * 48, plain)
-    with pytest.raises(UserError, match="IDLM-0466") as caught:
-        engine.add_request("guided", [1] * 48, guided)
-    assert "a canvas of 64 rows, 16 of them wanted, does not fit 2 times" in caught.value.message
-    nearest = int(str(caught.value.fix).split()[3])
+    error = refused("IDLM-0466", engine.add_request, "guided", [1] * 48, guided)
+    assert "a canvas of 64 rows, 16 of them wanted, does not fit 2 times" in error.message
+    nearest = int(str(error.fix).split()[3])
     assert 20 < nearest < 64
     runner.check_canvas(nearest, round(nearest * 16 / 64), 2)
-    with pytest.raises(UserError, match="IDLM-0466"):
-        runner.check_canvas(nearest + 1, math.ceil((nearest + 1) * 16 / 64), 2)
+    refused("IDLM-0466", runner.check_canvas, nearest + 1, math.ceil((nearest + 1) * 16 / 64), 2)
     [done] = engine.generate([[1] * 4], guided)
     assert len(done.token_ids) == 16
     assert_idle(engine)
@@ -241,26 +240,22 @@ def test_a_pool_that_is_too_small_for_both_is_refused(llada: Path) -> None:
     guided = dataclasses.replace(plain, decoder_options={"guidance": 1.0})
     engine.generate([[1] * 60], plain)
     engine.generate([[1] * 28], guided)
-    with pytest.raises(UserError, match="IDLM-0413") as caught:
-        engine.generate([[1] * 29], guided)
-    assert "num_pages to 10" in str(caught.value)
+    error = refused("IDLM-0413", engine.generate, [[1] * 29], guided)
+    assert "num_pages to 10" in str(error)
 
 
 @pytest.mark.parametrize("guidance", [-0.5, math.nan, 1e39])
 def test_a_guidance_out_of_range_is_refused(llada: Path, guidance: float) -> None:
-    with pytest.raises(UserError, match=r"IDLM-0451.*decoder\.guidance=.*from 0 to 10000"):
-        engine_of(llada, {"guidance": guidance})
+    refused(r"IDLM-0451.*decoder\.guidance=.*from 0 to 10000", engine_of, llada, {"guidance": guidance})
     engine = engine_of(llada, {})
     params = SamplingParams(max_tokens=4, decoder_options={"guidance": guidance})
-    with pytest.raises(UserError, match=r"IDLM-0453.*decoder_options\.guidance=.*from 0 to 10000"):
-        engine.generate([[1]], params)
+    refused(r"IDLM-0453.*decoder_options\.guidance=.*from 0 to 10000", engine.generate, [[1]], params)
 
 
 def test_guidance_with_a_cache_is_refused(llada: Path) -> None:
     """Keys and values of the second canvas would need a cache of their own."""
     cache = "dual"
-    with pytest.raises(UserError, match=f"IDLM-0451.*guidance=1.0 .*cache={cache}"):
-        engine_of(llada, {"cache": cache, "guidance": 1.0})
+    refused(f"IDLM-0451.*guidance=1.0 .*cache={cache}", engine_of, llada, {"cache": cache, "guidance": 1.0})
     engine = engine_of(llada, {"cache": cache})
     with pytest.raises(UserError, match=f"IDLM-0453.*guidance=1.0 .*cache={cache}"):
         engine.generate([[1]], SamplingParams(max_tokens=4, decoder_options={"guidance": 1.0}))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from tests.contracts.full.canvases import MASK_ID, engine_of, watched, write_published
+from tests.errors import refused
 from tests.numerics import full_reference
 
 IDS = [3, 9, 1, MASK_ID, MASK_ID, 20]
@@ -40,8 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_the_first_place_of_a_shifted_canvas_is_known(tmp_path: Path) -> None:
     """Its prediction would have to come from a row before the canvas."""
     engine = engine_of(write_published("dream", tmp_path / "dream"), {})
-    with pytest.raises(UserError, match="IDLM-0410"):
-        engine.generate([[]], SamplingParams(max_tokens=4))
+    refused("IDLM-0410", engine.generate, [[]], SamplingParams(max_tokens=4))
     [found] = engine.generate([[3]], SamplingParams(max_tokens=4, temperature=0, seed=1, ignore_eos=True))
     assert len(found.token_ids) == 4
 

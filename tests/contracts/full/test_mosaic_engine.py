@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic import canvas, canvas_ops
 from idlm.infer.mosaic.canvas_ops import CanvasPass
@@ -19,6 +18,7 @@ from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.kernels.experts import steps as expert_steps
 from tests.contracts.engines import assert_idle, build_engine
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of, write_family
+from tests.errors import refused
 
 
 def mosaic(directory: Path, **settings: Any) -> Engine:
@@ -32,11 +32,10 @@ def test_a_canvas_that_cannot_fit_is_refused_and_the_engine_goes_on(llada: Path)
     runner.min_rows, runner.capacity = 4, 16_384
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     engine.add_request("short", [1] * 5, params)
-    with pytest.raises(UserError, match="IDLM-0466") as caught:
-        engine.add_request("long", [1] * 44, params)
-    assert "a canvas of 64 rows, 20 of them wanted" in caught.value.message
-    assert "16384 bytes" in caught.value.message and " needs " in caught.value.message
-    nearest = int(str(caught.value.fix).split()[3])
+    error = refused("IDLM-0466", engine.add_request, "long", [1] * 44, params)
+    assert "a canvas of 64 rows, 20 of them wanted" in error.message
+    assert "16384 bytes" in error.message and " needs " in error.message
+    nearest = int(str(error.fix).split()[3])
     assert 25 <= nearest < 64
     runner.check_canvas(nearest, round(nearest * 20 / 64))
     while engine.has_work:
@@ -114,18 +113,16 @@ def test_what_has_no_place_in_the_template_is_refused(
     llada: Path, settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("idlm.infer.models.fp8.check_device", lambda device: None)
-    with pytest.raises(UserError, match="IDLM-0471") as caught:
-        mosaic(llada, **settings)
-    assert words in caught.value.message
+    error = refused("IDLM-0471", mosaic, llada, **settings)
+    assert words in error.message
 
 
 def test_a_decoder_that_keeps_pages_is_refused(tmp_path: Path) -> None:
     from tests.toy import write_toy_checkpoint
 
     write_toy_checkpoint(tmp_path)
-    with pytest.raises(UserError, match="IDLM-0471") as caught:
-        build_engine(tmp_path, "ar", memory="mosaic")
-    assert "stores pages" in caught.value.message
+    error = refused("IDLM-0471", build_engine, tmp_path, "ar", memory="mosaic")
+    assert "stores pages" in error.message
 
 
 class LargestAllocation(TorchDispatchMode):

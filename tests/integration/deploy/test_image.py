@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.run import KEY_VARIABLE, check_address
+from tests.errors import refused
 from tests.repo.files import listed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,8 +79,7 @@ def test_the_default_command_serves_the_mounted_model_and_needs_a_key() -> None:
     config, _ = read_arguments("serve", ServeConfig, arguments)
     assert config.model == "/model" and str(config.port) == instructions()[positions("EXPOSE")[0]][1]
     check_address(config.host, "key")
-    with pytest.raises(UserError, match=KEY_VARIABLE):
-        check_address(config.host, None)
+    refused(KEY_VARIABLE, check_address, config.host, None)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -25,7 +25,6 @@ from idlm.cli.help import describe
 from idlm.cli.main import run_command
 from idlm.config.compose import compose, recipes
 from idlm.config.project import commands as commands_of_idlm
-from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig, read_arguments
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.import_adapter import ImportConfig
@@ -38,6 +37,7 @@ from idlm.infer.server.config import ServeConfig
 from idlm.semantics import Semantics
 from idlm.train.compare import compare
 from idlm.train.config.schema import TrainConfig
+from tests.errors import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "recipes" / "assets" / "tiny_ar"
@@ -221,8 +221,7 @@ def test_idlm_doctor_understands(command: Command) -> None:
 
 @pytest.mark.parametrize("command", named("idlm-report"), ids=shown)
 def test_idlm_report_understands(command: Command) -> None:
-    with pytest.raises(UserError, match="no run/metrics.jsonl in outputs/tiny"):
-        compare(command.words[1:])
+    refused("no run/metrics.jsonl in outputs/tiny", compare, command.words[1:])
 
 
 @pytest.mark.parametrize("command", named("idlm"), ids=shown)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from idlm.config.compose import compose
-from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.evaluation import conversion
 from idlm.infer.evaluation.conversion import (
@@ -30,6 +29,7 @@ from idlm.train import sampler
 from idlm.train.config.schema import TrainConfig
 from idlm.train.report import SampleReport, write_report
 from tests.adapters import write_adapter
+from tests.errors import refused
 from tests.integration.inference.command_lines import SPARE_ROW, TINY
 
 ANSWERS = [
@@ -111,8 +111,7 @@ def test_what_has_no_drafts_or_no_clean_rows_is_not_measured_as_if_it_had(
     assert compared(block, monkeypatch) is None
     unanswered = ([1, 2, 3], [])
     arguments = EngineArguments(model=str(TINY), decoder="ar", settings=SETTINGS, options={})
-    with pytest.raises(UserError, match="IDLM-0484"):
-        measure_conversion(arguments, arguments, [unanswered], origin="X", max_tokens=12)
+    refused("IDLM-0484", measure_conversion, arguments, arguments, [unanswered], origin="X", max_tokens=12)
 
 
 def test_the_text_warns_beyond_either_bound_and_predicts_by_eq_3(tmp_path: Path) -> None:
@@ -144,8 +143,7 @@ def test_eval_compares_with_a_base(
     assert f"{TINY} - isd: " in shown and "What the conversion changed" in shown
     assert "on 48 tokens of its own answers to ledger at temperature 1" in shown
     assert "expected speed-up" in shown
-    with pytest.raises(UserError, match="IDLM-0600"):
-        run_evaluation([*words, f"compare={tmp_path / 'nothing'}"])
+    refused("IDLM-0600", run_evaluation, [*words, f"compare={tmp_path / 'nothing'}"])
 
 
 @pytest.mark.sweep

@@ -27,8 +27,8 @@ from idlm.infer.request import Request
 from idlm.infer.state import page_pool
 from idlm.infer.state import page_pool as prefix_cache
 from tests.contracts.engines import assert_idle
+from tests.errors import ctrl_c_raises
 from tests.integration.inference.command_lines import BASE, PROMPTS, TINY, read_lines, write_lines
-from tests.interrupts import ctrl_c_raises
 
 MODULES = (engine_module, scheduler_module, page_pool, prefix_cache, batch)
 FILES = {module.__file__ for module in MODULES}

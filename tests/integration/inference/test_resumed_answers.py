@@ -21,6 +21,7 @@ from idlm.infer.runtime.worker import Worker
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import Schedule
 from idlm.lora import AdapterSpec
+from tests.errors import refused
 from tests.integration.inference.command_lines import (
     BASE,
     PROMPTS,
@@ -81,11 +82,9 @@ def test_answers_of_other_settings_are_refused(
     options, partial = stopped
     before = partial.read_bytes()
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
-    with pytest.raises(UserError) as caught:
-        generate([*BASE, *options, "resume=true", *change])
-    assert caught.value.code == "IDLM-0463"
-    assert words in caught.value.message and "in.jsonl:1" in caught.value.message
-    assert "another output=" in caught.value.fix and str(partial) in caught.value.fix
+    error = refused("IDLM-0463", generate, [*BASE, *options, "resume=true", *change])
+    assert words in error.message and "in.jsonl:1" in error.message
+    assert "another output=" in error.fix and str(partial) in error.fix
     assert partial.read_bytes() == before
 
 
@@ -98,8 +97,7 @@ def test_another_model_is_refused_and_a_moved_one_is_not(
         generate([*BASE, *options, "resume=true", f"model={other}"])
     moved = shutil.copytree(TINY, tmp_path / "moved")
     assert generate([*BASE, *options, "resume=true", f"model={moved}"]) == 0
-    with pytest.raises(UserError, match="IDLM-0463"):
-        generate([*BASE, *options, "resume=true", f"model={other}"])
+    refused("IDLM-0463", generate, [*BASE, *options, "resume=true", f"model={other}"])
 
 
 def test_files_that_do_not_affect_answers_may_change(tmp_path: Path) -> None:
@@ -274,8 +272,7 @@ def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
     assert generate(arguments) == 0
     assert "is complete" in capsys.readouterr().err
     output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
-    with pytest.raises(UserError, match=f"IDLM-0446.* there is no record at {output}:2"):
-        generate(arguments)
+    refused(f"IDLM-0446.* there is no record at {output}:2", generate, arguments)
     _as_partial(output)
     assert generate(arguments) == 0
     assert f"without a whole record: {output}.partial:2" in capsys.readouterr().err

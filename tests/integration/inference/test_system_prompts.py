@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
 from idlm.text.tokenizer import encode_messages
+from tests.errors import refused
 from tests.integration.inference.command_lines import (
     BASE,
     PROMPTS,
@@ -55,9 +55,8 @@ def test_a_system_prompt_and_token_ids_are_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt_ids": [5, 6]}])
-    with pytest.raises(UserError, match="IDLM-0458") as refusal:
-        generate([*BASE, f"input={source}", f"system={SYSTEM}"])
-    assert refusal.value.message.startswith(f"{source}:2: ")
+    error = refused("IDLM-0458", generate, [*BASE, f"input={source}", f"system={SYSTEM}"])
+    assert error.message.startswith(f"{source}:2: ")
 
 
 @pytest.mark.parametrize(
@@ -80,12 +79,10 @@ def test_a_system_prompt_that_the_template_cannot_render_is_refused(
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (copy / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match="IDLM-0458") as refusal:
-        generate([*BASE, f"model={copy}", "-p", "x", f"system={SYSTEM}"])
-    assert words in refusal.value.message
+    error = refused("IDLM-0458", generate, [*BASE, f"model={copy}", "-p", "x", f"system={SYSTEM}"])
+    assert words in error.message
 
 
 def test_a_system_prompt_without_the_template_is_refused() -> None:
-    with pytest.raises(UserError, match="IDLM-0458") as refusal:
-        generate([*BASE, "chat_template=none", "-p", "x", f"system={SYSTEM}"])
-    assert "chat_template=none" in refusal.value.message
+    error = refused("IDLM-0458", generate, [*BASE, "chat_template=none", "-p", "x", f"system={SYSTEM}"])
+    assert "chat_template=none" in error.message

@@ -21,8 +21,8 @@ from idlm.errors import UserError
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
 from tests.contracts.engines import build_engine, greedy, prompts_of, write_converted_toy
+from tests.errors import ctrl_c_raises, refused
 from tests.integration.inference.command_lines import AR, GREEDY, MODEL, TINY, answer
-from tests.interrupts import ctrl_c_raises
 
 PATIENCE = 60.0
 PROMPT = "Lea has 9 shells. Lea finds 4."
@@ -68,8 +68,7 @@ def test_a_killed_rank_is_an_error(toy: Path) -> None:
     engine = build_engine(toy, "isd", stride=4, tensor_parallel=2)
     [process] = _group(engine)._processes
     assert [done.token_ids for done in engine.generate(prompts, greedy(max_tokens=9))] == one
-    with pytest.raises(UserError, match="IDLM-0427"):
-        build_engine(toy, "ar", tensor_parallel=2)
+    refused("IDLM-0427", build_engine, toy, "ar", tensor_parallel=2)
     engine.add_request("a", prompts[0], greedy(max_tokens=9))
     engine.step()
     process.kill()
@@ -77,8 +76,7 @@ def test_a_killed_rank_is_an_error(toy: Path) -> None:
     with pytest.raises(UserError, match=r"IDLM-0426: rank 1 of 2 is gone \(pid \d+: killed by SIGKILL\)"):
         engine.generate(prompts, greedy(max_tokens=100))
     assert time.monotonic() - start < PATIENCE
-    with pytest.raises(UserError, match="IDLM-0426"):
-        engine.generate(prompts, greedy(max_tokens=9))
+    refused("IDLM-0426", engine.generate, prompts, greedy(max_tokens=9))
 
 
 @pytest.mark.sweep
@@ -94,8 +92,7 @@ def test_an_error_on_rank_0_ends_the_others(toy: Path, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate([[1, 2]], greedy(max_tokens=9))
     assert process.poll() is not None
-    with pytest.raises(UserError, match="IDLM-0428: .*out of memory"):
-        engine.generate([[1, 2]], greedy(max_tokens=9))
+    refused("IDLM-0428: .*out of memory", engine.generate, [[1, 2]], greedy(max_tokens=9))
 
 
 @pytest.mark.sweep
@@ -157,11 +154,9 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(UserError, match="IDLM-0425: .* torch sees 1 GPU"):
                 Engine.from_pretrained(TINY, "ar", device=device, **options)
         patch.setattr(torch.cuda, "device_count", lambda: 4)
-        with pytest.raises(UserError, match="IDLM-0425: .*device=cuda:2"):
-            Engine.from_pretrained(TINY, "ar", device="cuda:2", **options)
+        refused("IDLM-0425: .*device=cuda:2", Engine.from_pretrained, TINY, "ar", device="cuda:2", **options)
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="IDLM-0427: .* WORLD_SIZE=2"):
-        Engine.from_pretrained(TINY, "ar", device="cpu", **options)
+    refused("IDLM-0427: .* WORLD_SIZE=2", Engine.from_pretrained, TINY, "ar", device="cpu", **options)
     with pytest.raises(UserError, match="IDLM-0415: deterministic=true with tensor_parallel=4"):
         Engine.from_pretrained(TINY, "ar", device="cuda", tensor_parallel=4, deterministic=True)
     with pytest.raises(UserError, match="IDLM-0415: tensor_parallel=0"):

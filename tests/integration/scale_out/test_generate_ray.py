@@ -24,10 +24,10 @@ from idlm.conf.recipe.generate_ray import (
     read_part,
     seed_of,
 )
-from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.generate import generate as generate_one
 from idlm.infer.engine import Engine
+from tests.errors import refused
 from tests.integration.inference.command_lines import PROMPTS, TINY, read_lines, write_lines
 
 # In float64 the rounding of a batch decides no sampled token.
@@ -139,12 +139,9 @@ def test_a_restarted_job_answers_what_is_missing(
     local.parts.clear()
     assert generate(job) == 0
     assert not local.parts, "nothing is loaded for a complete job"
-    with pytest.raises(UserError, match="IDLM-0463"):
-        generate([*job, "sampling.top_k=3"])
-    with pytest.raises(UserError, match="IDLM-0463"):
-        generate([*job, "sampling.seed=3"])
-    with pytest.raises(UserError, match="IDLM-04(44|46)"):
-        generate([*job[:-1], "rows_per_part=4"])
+    refused("IDLM-0463", generate, [*job, "sampling.top_k=3"])
+    refused("IDLM-0463", generate, [*job, "sampling.seed=3"])
+    refused("IDLM-04(44|46)", generate, [*job[:-1], "rows_per_part=4"])
 
 
 def test_a_row_that_the_engine_refuses_does_not_stop_the_others(
@@ -193,8 +190,7 @@ def test_a_folder_is_read_in_order_and_ids_must_differ(tmp_path: Path) -> None:
     assert read[1].location.endswith("a.jsonl:3")
     write_lines(folder / "c.jsonl", [{"prompt": "a"}])
     write_lines(folder / "d.jsonl", [{"prompt": "a"}])
-    with pytest.raises(UserError, match="IDLM-0465"):
-        generate(job)
+    refused("IDLM-0465", generate, job)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +204,7 @@ def test_a_folder_is_read_in_order_and_ids_must_differ(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_a_job_does_not_have(change: str, code: str, source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=code):
-        generate([*SAMPLED, f"input={source}", f"output={tmp_path / 'out'}", change])
+    refused(code, generate, [*SAMPLED, f"input={source}", f"output={tmp_path / 'out'}", change])
     assert not (tmp_path / "out").exists()
 
 
@@ -242,8 +237,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"
         for named in (address, f"ray://{address}"):
-            with pytest.raises(UserError, match=f"IDLM-0493: .*{named}"):
-                check_cluster(named)
+            refused(f"IDLM-0493: .*{named}", check_cluster, named)
         server.listen()
         check_cluster(address)
     for other in ("", "auto", "local"):

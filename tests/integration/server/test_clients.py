@@ -27,6 +27,7 @@ from idlm.infer.clients.view import AnswerFigures, Chunk
 from idlm.infer.server.config import ServeConfig
 from idlm.text.tokenizer import encode_messages
 from tests.contracts.engines import clear_answers
+from tests.errors import ctrl_c_raises
 from tests.integration.server.servers import (
     PATIENCE,
     PROMPT,
@@ -37,7 +38,6 @@ from tests.integration.server.servers import (
     checkpoint,
     reference,
 )
-from tests.interrupts import ctrl_c_raises
 
 pytestmark = pytest.mark.sweep
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from idlm.train import cli
 from idlm.train.loop.trainer import IdlmTrainer
-from tests.interrupts import ctrl_c_raises
+from tests.errors import ctrl_c_raises
 
 
 @contextmanager

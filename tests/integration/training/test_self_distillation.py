@@ -19,6 +19,7 @@ from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train import cli
 from idlm.train.config.schema import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
+from tests.errors import refused
 from tests.integration.inference.command_lines import AR, MODEL, TINY, read_lines, write_lines
 
 PLAIN = [*MODEL, *AR, "sampling.seed=1", "stats=false"]
@@ -92,8 +93,7 @@ def test_answers_are_rendered_where_their_ids_are_not_ours(tmp_path: Path) -> No
     output = [sample.token_ids[sample.supervised].tolist() for sample in map(source.sample, range(3))]
     assert output == [[*ids, eos], [*ids, eos], ids]
     write_lines(path, [answer | {"token_ids": ids, "finish_reason": "stop", "num_prompt_tokens": 9}])
-    with pytest.raises(UserError, match=r"IDLM-0227.*answers\.jsonl:1.*had 9"):
-        read(path, encoder)
+    refused(r"IDLM-0227.*answers\.jsonl:1.*had 9", read, path, encoder)
 
 
 def test_only_the_file_is_blamed_for_what_the_file_did(
@@ -122,5 +122,4 @@ def test_answers_to_other_prompts_are_not_continued(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"IDLM-0444.*Lea has 9"):
         generate([*PLAIN, f"input={source}", f"output={tmp_path / 'out'}", "resume=true"])
     assert partial.read_text() == kept
-    with pytest.raises(UserError, match="IDLM-0445"):
-        generate([*PLAIN, "-p", "Lea", "resume=true"])
+    refused("IDLM-0445", generate, [*PLAIN, "-p", "Lea", "resume=true"])

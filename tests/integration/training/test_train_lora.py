@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from idlm.checkpoint import verify
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, base_identity
@@ -22,6 +21,7 @@ from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.model.load import random_model
+from tests.errors import refused
 from tests.integration.training.stopped_runs import assert_same_weights, train_with_a_stop
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import tiny_config
@@ -99,8 +99,7 @@ def test_the_command_line_finds_a_base_that_has_moved(
     gone = config | {"base_model_name_or_path": str(tmp_path / "gone")}
     (adapter / "adapter_config.json").write_text(json.dumps(gone))
     given = [f"model={adapter}", "-p", PROMPTS[0], "sampling.temperature=0", "sampling.max_tokens=8"]
-    with pytest.raises(UserError, match="IDLM-0611"):
-        generate(given)
+    refused("IDLM-0611", generate, given)
     capsys.readouterr()
     assert generate([*given, f"base={moved}", "device=cpu"]) == 0
     shown = capsys.readouterr().out

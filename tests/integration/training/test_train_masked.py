@@ -16,6 +16,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.semantics import Semantics
 from idlm.train import cli
+from tests.errors import refused
 from tests.integration.training.stopped_runs import assert_same_weights, train_with_a_stop
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
@@ -129,8 +130,7 @@ def test_a_canvas_has_128_places_unless_told(trained: Path) -> None:
     assert answer.finish_reason == "stop" or len(answer.token_ids) == 128
     assert answer.num_forwards == 1
     short = Engine.from_pretrained(trained, device="cpu", steps=1, block_length=32, max_length=100)
-    with pytest.raises(UserError, match=r"IDLM-0470.*max_tokens=128.*\n?.*use max_tokens=64"):
-        short.generate([PROMPT])
+    refused(r"IDLM-0470.*max_tokens=128.*\n?.*use max_tokens=64", short.generate, [PROMPT])
 
 
 def test_files_name_the_line_whose_canvas_does_not_fit(trained: Path, tmp_path: Path) -> None:
@@ -141,8 +141,7 @@ def test_files_name_the_line_whose_canvas_does_not_fit(trained: Path, tmp_path: 
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = [f"model={trained}", f"input={source}", f"output={tmp_path / 'out.jsonl'}", "device=cpu"]
-    with pytest.raises(UserError, match=r"IDLM-0470.*prompts\.jsonl:2: max_tokens=6"):
-        generate([*given, "decoder.block_length=4"])
+    refused(r"IDLM-0470.*prompts\.jsonl:2: max_tokens=6", generate, [*given, "decoder.block_length=4"])
     assert generate([*given, "decoder.block_length=2", "decoder.threshold=0.5", "stats=false"]) == 0
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [1 <= len(answer["token_ids"]) <= size for answer, size in zip(answers, (8, 6), strict=True)]

@@ -27,6 +27,7 @@ from tests.contracts.engines import (
     greedy,
     prompts_of,
 )
+from tests.errors import refused
 from tests.kernels.references.logit_changes import Settings, changed_reference
 from tests.law.structured import LANGUAGES, REGEX_TOY, write_structured_toy
 from tests.law.structured import build_engine as build_structured
@@ -213,8 +214,7 @@ def test_what_a_decoder_does_not_support_is_refused(tmp_path: Path, foreseeing: 
         (build_engine(foreseeing, "ar"), {"logit_bias": many}, "IDLM-0411", "logit_bias"),
         (build_engine(foreseeing, "ar"), {"min_tokens": 600}, "IDLM-0401", "min_tokens=600"),
     ):
-        with pytest.raises(UserError, match=words) as caught:
-            engine.generate([[1, 2]], SamplingParams(**settings))
-        assert caught.value.code == code
+        error = refused(words, engine.generate, [[1, 2]], SamplingParams(**settings))
+        assert error.code == code
     with pytest.raises(UserError, match="no_repeat_ngram_size=2"):
         SamplingParams(no_repeat_ngram_size=2, constraint=Constraint(kind="json_object"))

@@ -16,6 +16,7 @@ from idlm.train.cli import main
 from idlm.train.config.schema import ModelConfig, TrainConfig
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.sampler import require_engine
+from tests.errors import refused
 from tests.numerics.test_model_parity import PagedSession, reference_logits
 from tests.toy import load_model
 from tests.unit.bases.agreement import small_config, write_base
@@ -90,11 +91,9 @@ def test_a_base_that_is_accepted_has_the_logits_of_transformers(family: str, tmp
 @pytest.mark.parametrize("family", OTHERWISE)
 def test_fields_that_the_engine_refuses_are_refused_in_training(family: str, tmp_path: Path) -> None:
     config = run_of(family, **OTHERWISE[family])
-    with pytest.raises(UserError, match="IDLM-0545"):
-        require_engine(config)
+    refused("IDLM-0545", require_engine, config)
     AutoModelForCausalLM.from_config(small_config(family, **OTHERWISE[family])).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="IDLM-060[14]"):
-        read_outline(tmp_path)
+    refused("IDLM-060[14]", read_outline, tmp_path)
     config.model.needs_engine = False
     require_engine(config)
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.results import FIELDS, append_rows, read_rows, result_row
 from benchmarks.table import main as table_main
-from idlm.errors import UserError
+from tests.errors import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = sorted(
@@ -38,8 +38,7 @@ DOCUMENTS = [
 def test_a_command_shows_its_usage_and_names_its_options(name: str) -> None:
     module = import_module(name)
     assert f"python -m benchmarks.{name.rpartition('.')[2]}" in module.__doc__
-    with pytest.raises(UserError, match="IDLM-0107"):
-        module.measure(["no_such_option=1"])
+    refused("IDLM-0107", module.measure, ["no_such_option=1"])
 
 
 def documented() -> list[str]:
@@ -77,8 +76,7 @@ def test_rows_come_back_and_bad_lines_are_named(tmp_path: Path) -> None:
     append_rows("demo", rows[1:], results=tmp_path)
     assert read_rows("demo", results=tmp_path) == json.loads(json.dumps(rows))
     path.write_text(path.read_text() + "{oops\n")
-    with pytest.raises(UserError, match="line 3"):
-        read_rows("demo", results=tmp_path)
+    refused("line 3", read_rows, "demo", results=tmp_path)
 
 
 def test_tables_hold_the_newest_rows_whose_gate_passed(

@@ -19,6 +19,7 @@ from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
 from idlm.kernels.paged_attention import HeadShape
 from idlm.semantics import Semantics
+from tests.errors import refused
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
@@ -42,9 +43,8 @@ BAD_SETUP = EngineSpec(
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_refusal_lists_every_reason(name: str) -> None:
-    with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(accelerator_configs({name: {}, "exact": {}}), BAD_SETUP)
-    text = str(refusal.value)
+    error = refused("IDLM-0460", stack_of, accelerator_configs({name: {}, "exact": {}}), BAD_SETUP)
+    text = str(error)
     kind = ACCELERATORS.get(name)
     assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
     assert ("graphs=on" in text) != kind.is_static
@@ -69,9 +69,8 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
     setup = dataclasses.replace(
         BAD_SETUP, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
     )
-    with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(accelerator_configs(options), setup)
-    assert all(reason in str(refusal.value) for reason in reasons)
+    error = refused("IDLM-0460", stack_of, accelerator_configs(options), setup)
+    assert all(reason in str(error) for reason in reasons)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +122,8 @@ def test_command_lines_set_options_of_accelerators() -> None:
         with_options({"accelerators": as_options("focus")}, {"mage": {"k": 3}})
     with pytest.raises(UserError, match=r"IDLM-0102.*'maeg'; did you mean 'mage'"):
         with_options({"accelerators": as_options("mage")}, {"maeg": {"k": 3}})
-    with pytest.raises(UserError, match=r"accelerators\.k does not name an accelerator"):
-        take_accelerator_options(["accelerators.k=3"])
-    with pytest.raises(UserError, match="IDLM-0461"):
-        take_accelerator_options(["accelerators=mage,focus"])
+    refused(r"accelerators\.k does not name an accelerator", take_accelerator_options, ["accelerators.k=3"])
+    refused("IDLM-0461", take_accelerator_options, ["accelerators=mage,focus"])
     assert take_accelerator_options(["accelerators=null"]) == ({}, ["accelerators=null"])
     assert all(f"accelerators=[{name}]" in HELP.plugin_text() for name in ACCELERATORS.names())
 
@@ -145,8 +142,5 @@ def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("given", [{"mage": 256}, 256, [1], "none", "mage,focus", ["mage", "mage"]], ids=str)
 def test_a_value_that_is_not_a_list_of_accelerators_is_refused_with_an_example(given: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"(?s)IDLM-0461.*accelerators=.*write accelerators=\[mage,focus\]"
-    ) as refusal:
-        as_options(given)
-    assert str(given) in refusal.value.message
+    error = refused(r"(?s)IDLM-0461.*accelerators=.*write accelerators=\[mage,focus\]", as_options, given)
+    assert str(given) in error.message

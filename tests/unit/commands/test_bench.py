@@ -16,6 +16,7 @@ from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.http import sampling_fields
 from idlm.infer.clients.loads import Job, Load, Record, aggregate, load_prompts
+from tests.errors import refused
 
 GENAI_BENCH = {
     *("scenario", "num_concurrency", "batch_size", "iteration_type", "run_duration", "requests_per_second"),
@@ -24,12 +25,6 @@ GENAI_BENCH = {
     "stats",
 }
 """Fields of `aggregated_metrics` in a result of genai-bench 0.0.5."""
-
-
-def refusal(*arguments: str) -> UserError:
-    with pytest.raises(UserError) as caught:
-        bench(list(arguments))
-    return caught.value
 
 
 def test_figures_have_the_names_and_formulas_of_genai_bench() -> None:
@@ -94,10 +89,8 @@ def test_prompts_of_a_file_a_task_and_the_list(tmp_path: Path) -> None:
         ('{"prompt": "a", "sampling": {"n": 2}}', "sampling settings"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"IDLM-0706.*{output}"):
-            load_prompts(str(path))
-    with pytest.raises(UserError, match=r"prompts=nothing is no file with prompts\n.*ledger"):
-        load_prompts("nothing")
+        refused(f"IDLM-0706.*{output}", load_prompts, str(path))
+    refused(r"prompts=nothing is no file with prompts\n.*ledger", load_prompts, "nothing")
 
 
 def test_what_comes_beside_a_load_has_other_prompts() -> None:
@@ -115,8 +108,7 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
     near = [Greedy((5, 9, 9), (1.0, 1.0, 1.0)), first[1]]
     assert check_parity(first, near, rounding=0.1) == 2
     for other in (near, [Greedy((5, 6, 9), (1.0,) * 3), first[1]], [Greedy((5,), (1.0,)), first[1]]):
-        with pytest.raises(UserError, match="IDLM-0711"):
-            check_parity(first, other, rounding=1e-3)
+        refused("IDLM-0711", check_parity, first, other, rounding=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +129,8 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
     ],
 )
 def test_mistakes_are_named(words: list[str], code: str, output: str) -> None:
-    error = refusal(*words)
-    assert error.code == code and output in str(error)
+    error = refused(code, bench, [*words])
+    assert output in str(error)
 
 
 def test_a_request_names_what_is_not_the_default() -> None:
@@ -151,7 +143,7 @@ def test_a_request_names_what_is_not_the_default() -> None:
 def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "idlm.infer.clients.http")
-    assert refusal("url=http://127.0.0.1:1").code == "IDLM-0704"
+    refused("IDLM-0704", bench, ["url=http://127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("word", ["sampling.n=2", "chat_template=none"])

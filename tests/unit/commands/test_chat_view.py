@@ -21,10 +21,10 @@ from rich.console import Console
 
 from idlm.cli.command import Terminated
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.clients.http import Server, ServerAnswerer, run_on_server
 from idlm.infer.clients.loads import Job, Load
 from idlm.infer.clients.view import Chunk, PlainView, TerminalView, unechoed
+from tests.errors import refused
 
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|\d*[GK])|\r")
 COLOUR = re.compile(r"\x1b\[(3\d)m([^\x1b]*)")
@@ -180,10 +180,8 @@ def test_a_finish_reason_ends_a_stream_without_done() -> None:
     ],
 )
 def test_a_stream_that_fails_is_no_answer(content: bytes, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        answer(content)
+    refused(words, answer, content)
 
 
 def test_an_answer_that_is_no_stream_is_refused() -> None:
-    with pytest.raises(UserError, match="text/event-stream"):
-        answer(b"{}", kind="application/json")
+    refused("text/event-stream", answer, b"{}", kind="application/json")

@@ -19,11 +19,11 @@ import torch
 
 from idlm.config import compose
 from idlm.config.project import ROOT
-from idlm.errors import UserError
 from idlm.infer.doctor import installation, law, machine
 from idlm.infer.doctor.command import DoctorConfig, doctor, self_test
 from idlm.infer.doctor.command import _findings as findings
 from idlm.infer.doctor.installation import NOTE, OK, PROBLEM, Finding
+from tests.errors import refused
 from tests.law.faults import FAULTS as LAW_FAULTS
 
 CHECKS = DoctorConfig(test=False)
@@ -355,8 +355,7 @@ def test_the_report_and_its_status(
         ("jsn=true", "did you mean 'json'"),
         ("extras=[x", "cannot read"),
     ):
-        with pytest.raises(UserError, match=words):
-            doctor([given])
+        refused(words, doctor, [given])
 
 
 @pytest.mark.sweep

@@ -16,8 +16,8 @@ from idlm.cli.help import is_leaf
 from idlm.cli.main import SHELLS, commands, completion, help_text, run_command, words_of
 from idlm.config import project
 from idlm.config.schema import ITEM, walk
-from idlm.errors import UserError
 from idlm.train.cli import HELP as TRAIN
+from tests.errors import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("train", "generate", "serve", "chat", "eval", "bench", "import")
@@ -73,8 +73,7 @@ def test_a_command_is_its_program(
     ("given", "meant"), [("trian", "train"), ("idlm-serve", "serve"), ("completions", "completion")]
 )
 def test_an_unknown_command_names_the_nearest(given: str, meant: str) -> None:
-    with pytest.raises(UserError, match=f"unknown command '{given}'; did you mean '{meant}'"):
-        run_command([given])
+    refused(f"unknown command '{given}'; did you mean '{meant}'", run_command, [given])
 
 
 def test_an_installed_wheel_reads_its_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from idlm.infer.cli.batch import figures
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.cli.resume import ResumeState, find_resume_state, of_request
+from tests.errors import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -137,8 +138,7 @@ def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ..
 @pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
 def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     line = _line(1, "a")
-    with pytest.raises(UserError, match="IDLM-0444.*no line of the input"):
-        _resume_state(tmp_path, [line], _record(line, **changes))
+    refused("IDLM-0444.*no line of the input", _resume_state, tmp_path, [line], _record(line, **changes))
 
 
 def test_equal_numbers_are_equal_settings_and_a_model_may_move(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig, check_paths
 from idlm.infer.cli.prompts import check_prompts, read_prompts
+from tests.errors import refused
 
 
 def _written(path: Path, ids: list[Any]) -> str:
@@ -33,20 +34,13 @@ def test_ids_that_differ_from_the_numbers_of_lines_without_one(tmp_path: Path, i
 @pytest.mark.parametrize(("ids", "location"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
 def test_ids_that_are_the_number_of_a_line_without_one(tmp_path: Path, ids: list[Any], location: int) -> None:
     source = _written(tmp_path / "in", ids)
-    with pytest.raises(UserError, match=f"IDLM-0465: {source}:{location}: "):
-        check_prompts(read_prompts(source, SamplingParams()))
+    refused(f"IDLM-0465: {source}:{location}: ", check_prompts, read_prompts(source, SamplingParams()))
 
 
 def _read(path: Path, *lines: Any, **options: bool) -> list[Any]:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     check_prompts(read_prompts(str(path), SamplingParams(), **options))
     return list(read_prompts(str(path), SamplingParams(), **options))
-
-
-def _refusal(path: Path, *lines: Any, **options: bool) -> UserError:
-    with pytest.raises(UserError) as caught:
-        _read(path, *lines, **options)
-    return caught.value
 
 
 USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
@@ -62,8 +56,8 @@ def test_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: lis
 
 def test_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in"
-    error = _refusal(path, {"messages": [USER]}, {"messages": [USER, ANSWER]})
-    assert (error.code, "drop_last_turn=true" in error.fix) == ("IDLM-0436", True)
+    error = refused("IDLM-0436", _read, path, {"messages": [USER]}, {"messages": [USER, ANSWER]})
+    assert "drop_last_turn=true" in error.fix
     assert error.message.startswith(f"{path}:2: messages end in an assistant turn")
 
 
@@ -99,9 +93,8 @@ def test_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: A
 def test_turns_that_a_template_would_leave_out_are_refused(
     tmp_path: Path, turn: Any, problem: str, fix: str
 ) -> None:
-    error = _refusal(tmp_path / "in", {"messages": [USER, turn, USER]})
-    assert (error.code, fix in error.fix) == ("IDLM-0436", True), error.fix
-    assert problem in error.message
+    error = refused("IDLM-0436", _read, tmp_path / "in", {"messages": [USER, turn, USER]})
+    assert problem in error.message and fix in error.fix, error
     assert _read(tmp_path / "in", {"messages": [USER, ANSWER | {"tool_calls": []}, USER]})
 
 
@@ -116,22 +109,20 @@ def test_nulls_of_tables_are_absent(tmp_path: Path) -> None:
     [line] = _read(tmp_path / "in", row, carry_keys=True)
     assert (line.request_id, line.prompt, line.params) == ("1", "x", SamplingParams(seed=3))
     assert line.carried == {"level": None}
-    assert "jq" in _refusal(tmp_path / "in", [row]).fix
+    refused("IDLM-0433.*\n.*jq", _read, tmp_path / "in", [row])
 
 
 def test_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
     record = {"prompt": "x", "id": 4, "answer": [1, None], "level": "easy"}
-    error = _refusal(tmp_path / "in", record)
-    assert (error.code, "'answer'" in error.message) == ("IDLM-0434", True)
-    assert "carry_keys=true" in error.fix
+    refused("IDLM-0434.*'answer'.*\n.*carry_keys=true", _read, tmp_path / "in", record)
     [line] = _read(tmp_path / "in", record, carry_keys=True)
     assert line.carried == {"answer": [1, None], "level": "easy"} and line.request_id == "4"
 
 
 @pytest.mark.parametrize("key", ["text", "decoder"])
 def test_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
-    error = _refusal(tmp_path / "in", {"prompt_ids": [1], key: "x"}, carry_keys=True)
-    assert (error.code, repr(key) in error.message) == ("IDLM-0434", True)
+    record = {"prompt_ids": [1], key: "x"}
+    refused(f"IDLM-0434.*{key!r}", _read, tmp_path / "in", record, carry_keys=True)
 
 
 def test_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -153,6 +144,5 @@ def test_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["drop_last_turn", "carry_keys"])
 def test_options_without_a_file_are_refused(option: str) -> None:
-    with pytest.raises(UserError, match=f"IDLM-0439: {option}=true"):
-        check_paths(GenerateConfig(model="m", output="y", **{option: True}))
+    refused(f"IDLM-0439: {option}=true", check_paths, GenerateConfig(model="m", output="y", **{option: True}))
     check_paths(GenerateConfig(model="m", input="x", output="y", **{option: True}))

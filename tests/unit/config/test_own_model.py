@@ -17,6 +17,7 @@ from idlm.train.checkpoint.resume import config_text
 from idlm.train.config.schema import TrainConfig, with_values
 from idlm.train.planning import sizes
 from idlm.train.planning.sizes import with_sizes
+from tests.errors import refused
 from tests.released_configs import RELEASED
 from tests.tiny_training import tiny_config
 
@@ -65,8 +66,7 @@ def test_a_pattern_is_read_by_the_files_that_it_matches(tmp_path: Path) -> None:
     )
     write(tmp_path, "c.jsonl")
     for path in (tmp_path, f"{tmp_path}/*"):
-        with pytest.raises(UserError, match=r"(?s)several kinds: jsonl, parquet"):
-            composed(f"data.path={path}")
+        refused(r"(?s)several kinds: jsonl, parquet", composed, f"data.path={path}")
     assert composed(f"data.path={tmp_path}", "data.source=parquet").data.source == "parquet"
 
 
@@ -162,10 +162,9 @@ def test_a_gpu_gets_longer_rows_in_larger_batches(own: list[str]) -> None:
 
 
 def test_a_section_that_gets_a_path_names_its_key() -> None:
-    with pytest.raises(UserError) as caught:
-        composed("recipe=own", "model=/m", "data=a.jsonl")
+    error = refused("IDLM-0101", composed, "recipe=own", "model=/m", "data=a.jsonl")
     for given in ("model.path=/m", "data.path=a.jsonl"):
-        assert f"did you mean {given}?" in caught.value.message
+        assert f"did you mean {given}?" in error.message
 
 
 def test_values_that_are_given_stay_and_a_run_keeps_its_sizes(
@@ -193,8 +192,7 @@ def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(
     (tmp_path / "data.jsonl").unlink()
     assert "sizes for this CPU" in caplog.text
     caplog.clear()
-    with pytest.raises(UserError, match=r"(?s)has 2 problems.*model\.path.*data\.path"):
-        check_config(with_sizes(composed(*own)))
+    refused(r"(?s)has 2 problems.*model\.path.*data\.path", check_config, with_sizes(composed(*own)))
     assert not caplog.text, "sizes that were chosen for no model are not told"
     with pytest.raises(UserError, match=r"(?s)has 1 problem:.*train\.batch_size=0 must be at least 1"):
         check_config(composed("recipe=tiny", "train.batch_size=0"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from idlm.config.compose import compose
-from idlm.errors import UserError
 from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig, make_curriculum, with_accumulation
+from tests.errors import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -52,10 +52,9 @@ def test_without_paths_the_error_names_the_missing_options(
 ) -> None:
     """In an empty folder, where no outputs of other recipes lie."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="IDLM-0504") as caught:
-        check_config(compose("train", TrainConfig, [f"recipe={name}"]))
-    assert "model.path" in caught.value.message
-    assert "data.path" in caught.value.message
+    error = refused("IDLM-0504", check_config, compose("train", TrainConfig, [f"recipe={name}"]))
+    assert "model.path" in error.message
+    assert "data.path" in error.message
 
 
 @pytest.mark.parametrize("world_size", [1, 8])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from idlm.errors import UserError
 from idlm.infer.build import resolve_device
 from idlm.train.cli import main
+from tests.errors import refused
 
 BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
 
@@ -37,8 +37,7 @@ def test_a_plan_needs_no_gpu(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_refused() -> None:
-    with pytest.raises(UserError, match="IDLM-0418: device='cuda:0'"):
-        resolve_device("cuda:0")
+    refused("IDLM-0418: device='cuda:0'", resolve_device, "cuda:0")
     assert resolve_device("auto") == torch.device("cpu")
 
 
@@ -46,5 +45,4 @@ def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(UserError, match="IDLM-0418: device='cuda:2', but torch sees 2 GPUs"):
-        resolve_device("cuda:2")
+    refused("IDLM-0418: device='cuda:2', but torch sees 2 GPUs", resolve_device, "cuda:2")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.registry import Registry
+from tests.errors import refused
 
 
 @pytest.fixture
@@ -47,10 +47,9 @@ def test_every_module_of_the_package_is_found_without_a_list(package: Path) -> N
 def test_unknown_name_gets_nearest_and_list(package: Path) -> None:
     write_plug(package, "alpha")
     write_plug(package, "omega")
-    with pytest.raises(UserError, match="did you mean 'alpha'") as caught:
-        load(package).get("alhpa")
-    assert caught.value.code == "IDLM-0102"
-    assert "alpha, omega" in caught.value.fix
+    error = refused("did you mean 'alpha'", load(package).get, "alhpa")
+    assert error.code == "IDLM-0102"
+    assert "alpha, omega" in error.fix
 
 
 def test_collision_names_both_owners(package: Path) -> None:
@@ -94,7 +93,6 @@ def test_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch, value: str, is
     if is_good:
         assert registry.get("root")(9.0) == 3.0
     else:
-        with pytest.raises(UserError, match="cannot be loaded") as caught:
-            registry.names()
-        assert caught.value.code == "IDLM-0103"
+        error = refused("cannot be loaded", registry.names)
+        assert error.code == "IDLM-0103"
     assert calls == ["idlm.plugs"]

@@ -16,6 +16,7 @@ from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
 from idlm.text import tokenizer as tokens
 from idlm.train.model.checks import mask_token
+from tests.errors import refused
 from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
@@ -151,15 +152,12 @@ def test_a_full_vocabulary_lends_an_unused_special_token(byte_level_dir, added, 
 def test_unusable_mask_tokens_are_refused(task_tokenizer, explicit, code):
     if isinstance(explicit, str):
         explicit = getattr(task_tokenizer, f"{explicit}_token_id")
-    with pytest.raises(UserError) as caught:
-        mask_token(task_tokenizer, len(task_tokenizer) + 5, explicit)
-    assert caught.value.code == code
+    refused(code, mask_token, task_tokenizer, len(task_tokenizer) + 5, explicit)
 
 
 def test_ids_fit_the_embedding(task_tokenizer, tmp_path):
     tokens.check_vocabulary(task_tokenizer, len(task_tokenizer))
-    with pytest.raises(UserError, match="IDLM-0213"):
-        tokens.check_vocabulary(task_tokenizer, len(task_tokenizer) - 1)
+    refused("IDLM-0213", tokens.check_vocabulary, task_tokenizer, len(task_tokenizer) - 1)
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
@@ -172,8 +170,7 @@ def test_directory_without_tokenizer_is_none_and_one_without_vocabulary_is_named
     assert tokens.load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match="IDLM-0203"):
-            tokens.load_tokenizer(directory)
+        refused("IDLM-0203", tokens.load_tokenizer, directory)
 
 
 def save_split(directory):
@@ -216,8 +213,7 @@ def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
     bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
     assert tokens.encode_prompt(task_tokenizer, "<bos>Lea has 9.", template="none") == bare
-    with pytest.raises(UserError, match="IDLM-0218"):
-        tokens.encode_prompt(byte_level, "")
+    refused("IDLM-0218", tokens.encode_prompt, byte_level, "")
     texts = ["Hi", "Lea has 9 shells. " * 20, "é 🙂"]
     for tokenizer, template in itertools.product((byte_level, task_tokenizer), ("auto", "none")):
         together = tokens.encode_prompts(tokenizer, texts, template=template, max_tokens=None)
@@ -249,12 +245,10 @@ def test_template_that_merges_tokens_across_turns_is_refused(byte_level_dir):
 def test_missing_and_refusing_templates_are_named(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="roles must alternate") as caught:
-        tokens.encode_prompt(tokenizer, "Hi")
-    assert caught.value.code == "IDLM-0217"
+    error = refused("roles must alternate", tokens.encode_prompt, tokenizer, "Hi")
+    assert error.code == "IDLM-0217"
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="IDLM-0215"):
-        render_conversation(tokenizer, TURNS)
+    refused("IDLM-0215", render_conversation, tokenizer, TURNS)
     assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
 
 
@@ -265,8 +259,7 @@ def test_stop_token_ids(task_tokenizer):
     assert tokens.stop_token_ids(None, {"eos_token_id": 5}) == (5,)
     assert tokens.stop_token_ids(None, {"eos_token_id": None}) == tokens.stop_token_ids(None, None) == ()
     for wrong in ("5", [1, "2"], True, 1.5, [-1]):
-        with pytest.raises(UserError, match="IDLM-0216"):
-            tokens.stop_token_ids(task_tokenizer, {"eos_token_id": wrong})
+        refused("IDLM-0216", tokens.stop_token_ids, task_tokenizer, {"eos_token_id": wrong})
 
 
 def test_template_separator_is_one_token(task_tokenizer):
@@ -282,8 +275,7 @@ def test_a_text_of_too_many_tokens_is_refused_after_a_few_of_its_pieces(monkeypa
         lengths.extend(map(len, texts))
         return {"input_ids": [[0] * len(text) for text in texts]}
 
-    with pytest.raises(UserError, match="IDLM-0412"):
-        tokens.check_size(tokenizer, "x" * 2_000_000, 8192)
+    refused("IDLM-0412", tokens.check_size, tokenizer, "x" * 2_000_000, 8192)
     assert lengths == [tokens.PIECE_CHARS] * 2
     lengths.clear()
     tokens.check_size(tokenizer, "x" * 131_072, 8192)

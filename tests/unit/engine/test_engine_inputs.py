@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from idlm.contracts import Constraint, SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
+from tests.errors import refused
 from tests.toy import write_toy_checkpoint
 from tests.unit.task_encoder import num_embedding_rows
 
@@ -46,13 +46,6 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     write_toy_checkpoint(directory, vocab_size=num_embedding_rows(num_ids), sharpness=2.0)
     Semantics(mask_token_id=num_ids, stride=4).save(directory)
     return Engine.from_pretrained(directory, **OPTIONS)
-
-
-def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
-    with pytest.raises(UserError) as caught:
-        call(*args, **kwargs)
-    assert caught.value.fix
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -114,8 +107,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
     ],
 )
 def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> None:
-    error = _refusal(SamplingParams, **{field: value})
-    assert error.code == "IDLM-0401"
+    error = refused("IDLM-0401", SamplingParams, **{field: value})
     assert f"{field}=" in error.message
     assert reprlib.repr(value) in error.message
 
@@ -130,8 +122,8 @@ def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> Non
     ids=lambda given: next(iter(given)),
 )
 def test_changes_of_logits_that_do_not_fit_the_others_are_refused(given: dict[str, Any]) -> None:
-    error = _refusal(SamplingParams, **given)
-    assert error.code == "IDLM-0401" and f"{next(iter(given))}=" in error.message
+    error = refused("IDLM-0401", SamplingParams, **given)
+    assert f"{next(iter(given))}=" in error.message
     assert len(error.message) < 200, "values of a thousand entries are not repeated"
 
 
@@ -144,7 +136,7 @@ def test_a_top_p_of_0_keeps_the_likeliest_token_alone(speaking: Engine) -> None:
 
 
 def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
-    error = _refusal(SamplingParams, temperature=-1, top_p=2, n=0)
+    error = refused("IDLM-0401", SamplingParams, temperature=-1, top_p=2, n=0)
     assert all(f"{field}=" in error.message for field in ("temperature", "top_p", "n"))
     SamplingParams(temperature=0, top_p=1, top_k=0, min_p=1, seed=2**63 - 1, max_tokens=1, tau=0, logprobs=0)
     assert SamplingParams(stop="x").stop == ("x",)
@@ -153,8 +145,8 @@ def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
     options["threshold"] = 0.6
     assert params.decoder_options == {"threshold": 0.5}
     assert hash(params) == hash(SamplingParams(decoder_options={"threshold": 0.5}))
-    error = _refusal(SamplingParams, logit_bias={"05": 1, 5: 2, "five": 1})
-    assert error.message == "logit_bias has 2 values for token 5"
+    twice = {"05": 1, 5: 2, "five": 1}
+    refused("IDLM-0401: logit_bias has 2 values for token 5\n", SamplingParams, logit_bias=twice)
     assert SamplingParams(logit_bias={"5": 1, 7: -100.0}).logit_bias == {5: 1, 7: -100.0}  # type: ignore[dict-item]
     assert SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3).changes
     assert not SamplingParams(logit_bias={}, repetition_penalty=1, presence_penalty=0).changes
@@ -201,8 +193,7 @@ def test_all_wrong_settings_are_named_at_once_and_edges_are_allowed() -> None:
 def test_bad_requests_are_refused_and_leave_nothing(
     engine: Engine, code: str, prompts: Any, params: Any, words: tuple[str, ...]
 ) -> None:
-    error = _refusal(engine.generate, prompts, params)
-    assert error.code == code
+    error = refused(code, engine.generate, prompts, params)
     assert all(word in str(error) for word in words), str(error)
     assert not engine._active
     assert engine.step() == []
@@ -220,19 +211,19 @@ def test_prompts_may_be_a_generator_or_rows_of_an_array(engine: Engine) -> None:
 
 @pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b")], ids=str)
 def test_a_stream_is_of_one_prompt(engine: Engine, prompts: Any) -> None:
-    assert _refusal(engine.stream, prompts).code == "IDLM-0421"
+    refused("IDLM-0421", engine.stream, prompts)
     assert not engine.has_work
 
 
 def test_a_check_queues_nothing_and_refuses_what_adding_refuses(engine: Engine) -> None:
     engine.check_request("a", [1, 2], SamplingParams(n=3))
-    assert _refusal(engine.check_request, "a", [VOCAB]).code == "IDLM-0411"
+    refused("IDLM-0411", engine.check_request, "a", [VOCAB])
     assert not engine.has_work
 
 
 @pytest.mark.parametrize("request_id", [3, None, ["a"]])
 def test_request_ids_are_strings(engine: Engine, request_id: Any) -> None:
-    assert _refusal(engine.add_request, request_id, [1, 2]).code == "IDLM-0409"
+    refused("IDLM-0409", engine.add_request, request_id, [1, 2])
     assert engine.abort("unknown") == []
     assert not engine.has_work
 
@@ -353,4 +344,4 @@ def test_a_stop_id_is_a_token_of_the_answer_but_not_of_its_text(speaking: Engine
     assert cut.token_ids == free.token_ids[:end]
     assert cut.finish_reason == "stop"
     assert cut.text == speaking.tokenizer.decode(list(cut.token_ids[:-1]), skip_special_tokens=True)
-    assert _refusal(speaking.generate, [""]).code == "IDLM-0410"
+    refused("IDLM-0410", speaking.generate, [""])

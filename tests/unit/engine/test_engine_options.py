@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.decoders.base import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.semantics import FILE_NAME, Semantics
+from tests.errors import refused
 from tests.toy import write_toy_checkpoint
 
 MASK_ID, VOCAB = 47, 48
@@ -29,13 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
     Semantics(mask_token_id=MASK_ID, stride=4).save(directory)
     return directory
-
-
-def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
-    with pytest.raises(UserError) as caught:
-        call(*args, **kwargs)
-    assert caught.value.fix
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -85,15 +78,13 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
 def test_bad_engine_options_are_refused(
     checkpoint: Path, code: str, decoder: str, options: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    error = _refusal(Engine.from_pretrained, checkpoint, decoder, **{**OPTIONS, **options})
-    assert error.code == code
+    error = refused(code, Engine.from_pretrained, checkpoint, decoder, **{**OPTIONS, **options})
     assert all(word in str(error) for word in words), str(error)
 
 
 def test_isd_without_a_mask_id_is_refused(tmp_path: Path) -> None:
     plain = write_toy_checkpoint(tmp_path / "plain")
-    error = _refusal(Engine.from_pretrained, plain, "isd", stride=2, **OPTIONS)
-    assert error.code == "IDLM-0404"
+    refused("IDLM-0404", Engine.from_pretrained, plain, "isd", stride=2, **OPTIONS)
     assert Engine.from_pretrained(plain, **OPTIONS).decoder.name == "ar"
     with pytest.warns(UserWarning, match="trained for.*not converted"):
         Engine.from_pretrained(plain, "isd", stride=2, mask_token_id=MASK_ID, **OPTIONS)
@@ -113,8 +104,7 @@ def test_a_stride_beyond_the_checkpoint_warns_and_within_does_not(checkpoint: Pa
 
 def test_a_pool_too_small_names_what_is_needed(checkpoint: Path) -> None:
     engine = Engine.from_pretrained(checkpoint, "ar", num_pages=2, page_size=4, **OPTIONS)
-    error = _refusal(engine.generate, [[1, 2, 3]], SamplingParams(max_tokens=20))
-    assert error.code == "IDLM-0413"
+    error = refused("IDLM-0413", engine.generate, [[1, 2, 3]], SamplingParams(max_tokens=20))
     assert "8" in error.message
     assert "num_pages" in error.fix
 
@@ -169,5 +159,4 @@ def test_acceptance_of_a_checkpoint_is_read_and_only_written_where_it_is_known(t
 @pytest.mark.parametrize("value", [0.9, [1.5], ["0.9"], {"0": 1}])
 def test_other_values_of_acceptance_are_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps({"mask_token_id": 7, "stride": 3, "acceptance": value}))
-    with pytest.raises(UserError, match="IDLM-0304"):
-        Semantics.load(tmp_path)
+    refused("IDLM-0304", Semantics.load, tmp_path)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
@@ -28,6 +27,7 @@ from tests.contracts.engines import (
     simulate_graphs,
     watch_passes,
 )
+from tests.errors import refused
 
 STRIDE = 16
 LOW, HIGH = 3, MASK_ID
@@ -127,26 +127,19 @@ def test_a_replayed_graph_feeds_new_ids(
 
 def test_noise_and_a_mask_exclude_each_other(toy: Path, adapter: Path, tmp_path: Path) -> None:
     """A given mask id, a tensor of it in the adapter, a range outside the embedding, other decoders."""
-
-    def problem(path: Path, decoder: str = "isd", **options: Any) -> str:
-        with pytest.raises(UserError) as caught:
-            build_engine(path, decoder, **options)
-        return f"{caught.value.code} {caught.value.message}"
-
-    assert "IDLM-0304 noise_range and mask_token_id=5 exclude" in problem(adapter, mask_token_id=5)
+    both = "IDLM-0304: noise_range and mask_token_id=5 exclude"
+    refused(both, build_engine, adapter, "isd", mask_token_id=5)
     settings = {"mask_token_id": None, "noise_range": (0, 9), "stride": 4}
     own = write_adapter(tmp_path / "own", toy, has_mask_row=True, **settings)
-    assert "IDLM-0606 idlm_config.json has noise_range=[0, 9]" in problem(own)
+    refused(r"IDLM-0606: idlm_config.json has noise_range=\[0, 9\]", build_engine, own, "isd")
     far = write_adapter(tmp_path / "far", toy, **{**settings, "noise_range": (0, 10_000)})
-    assert "embedding rows" in problem(far)
+    refused("embedding rows", build_engine, far, "isd")
     for decoder in ("block", "full"):
-        assert "IDLM-0450" in problem(adapter, decoder)
+        refused("IDLM-0450", build_engine, adapter, decoder)
     for wrong in ((3,), (5, 5), (-1, 4), (0, 1 << 40)):
-        with pytest.raises(UserError, match="noise_range"):
-            Semantics(noise_range=wrong, stride=2)
+        refused("noise_range", Semantics, noise_range=wrong, stride=2)
     for causality in ({"causality": "full"}, {"causality": "block", "block_size": 4}):
-        with pytest.raises(UserError, match="needs a mask_token_id, not a noise_range"):
-            Semantics(noise_range=(0, 4), **causality)
+        refused("needs a mask_token_id, not a noise_range", Semantics, noise_range=(0, 4), **causality)
 
 
 def test_the_file_names_the_range_only_where_there_is_one(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES, ModelSpec
 from idlm.infer.models.config import extended
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, clear_answers
+from tests.errors import refused
 from tests.toy import write_toy_checkpoint
 
 SIZE, TRAINED = 8, 64
@@ -127,9 +127,8 @@ def test_cached_keys_stay_valid_beyond_the_trained_length(toy: Path, tmp_path: P
 def test_factors_and_lengths_out_of_range_are_refused(
     toy: Path, settings: dict[str, Any], code: str, words: str
 ) -> None:
-    with pytest.raises(UserError, match=code) as caught:
-        Engine.from_pretrained(toy, device="cpu", **settings)
-    assert words in caught.value.message
+    error = refused(code, Engine.from_pretrained, toy, device="cpu", **settings)
+    assert words in error.message
 
 
 def test_a_checkpoint_that_scales_its_rotation_is_refused(toy: Path, tmp_path: Path) -> None:
@@ -138,6 +137,5 @@ def test_a_checkpoint_that_scales_its_rotation_is_refused(toy: Path, tmp_path: P
     config = json.loads((toy / "config.json").read_text())
     parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     (scaled / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
-    with pytest.raises(UserError, match="IDLM-0620") as caught:
-        Engine.from_pretrained(scaled, device="cpu", rope="ntk", rope_factor=2.0)
-    assert "rope_type='linear'" in caught.value.message
+    error = refused("IDLM-0620", Engine.from_pretrained, scaled, device="cpu", rope="ntk", rope_factor=2.0)
+    assert "rope_type='linear'" in error.message

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import FILE_NAME
+from tests.errors import refused
 from tests.toy import write_toy_checkpoint
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 32, "max_num_seqs": 2}
@@ -21,13 +21,6 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 32
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return write_toy_checkpoint(tmp_path / "model")
-
-
-def _refusal(directory: Path, decoder: str | None = None, **options: Any) -> UserError:
-    with pytest.raises(UserError) as caught:
-        Engine.from_pretrained(directory, decoder, **{**OPTIONS, **options})
-    assert caught.value.fix
-    return caught.value
 
 
 def _edit(path: Path, **changes: Any) -> None:
@@ -39,8 +32,7 @@ def _edit(path: Path, **changes: Any) -> None:
 def test_token_causal_decoding_needs_rows_that_predict_the_next_token(checkpoint: Path, decoder: str) -> None:
     meaning = {"causality": "causal", "logit_shift": False, "mask_token_id": 3, "stride": 2}
     (checkpoint / FILE_NAME).write_text(json.dumps(meaning))
-    error = _refusal(checkpoint, decoder)
-    assert error.code == "IDLM-0452"
+    error = refused("IDLM-0452", Engine.from_pretrained, checkpoint, decoder, **OPTIONS)
     assert "logit_shift=False" in error.message
 
 
@@ -61,8 +53,7 @@ def test_configs_that_give_no_numbers_are_refused(
     checkpoint: Path, changes: dict[str, Any], words: str
 ) -> None:
     _edit(checkpoint / "config.json", **changes)
-    error = _refusal(checkpoint)
-    assert error.code == "IDLM-0604"
+    error = refused("IDLM-0604", Engine.from_pretrained, checkpoint, **OPTIONS)
     assert words in error.message
 
 
@@ -79,6 +70,5 @@ def test_sizes_beyond_memory_are_refused_before_allocation(
     checkpoint: Path, options: dict[str, Any], words: str
 ) -> None:
     _edit(checkpoint / "config.json", max_position_embeddings=10**12)
-    error = _refusal(checkpoint, **options)
-    assert error.code == "IDLM-0405"
+    error = refused("IDLM-0405", Engine.from_pretrained, checkpoint, **{**OPTIONS, **options})
     assert words in error.message

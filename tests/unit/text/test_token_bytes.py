@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies.choices import ChatReply, CompletionReply, TokenTexts
@@ -17,6 +16,7 @@ from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
 from idlm.text.tokenizer import encode_messages, encode_prompt, encode_text, load_tokenizer, special_token_ids
+from tests.errors import refused
 from tests.small_tokenizers import CHATML, TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
 SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}
@@ -195,5 +195,4 @@ def test_the_file_is_complete_where_the_class_is_unknown(tmp_path: Path, name: s
 
 def test_an_unknown_class_without_the_file_is_refused_by_name(tmp_path: Path) -> None:
     save_dream(tmp_path, tokenizer_class="SomeTokenizer")
-    with pytest.raises(UserError, match=r"IDLM-0203.*SomeTokenizer is code .* no tokenizer\.json"):
-        load_tokenizer(tmp_path)
+    refused(r"IDLM-0203.*SomeTokenizer is code .* no tokenizer\.json", load_tokenizer, tmp_path)

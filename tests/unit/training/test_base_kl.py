@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional
 from transformers import TrainingArguments
 
-from idlm.errors import UserError
 from idlm.masks import dense_mask
 from idlm.train import cli
 from idlm.train.base_kl import FrozenBase, NearBase
@@ -21,6 +20,7 @@ from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import Objective, TermRequest, Terms
 from idlm.train.planning.state import state_setup, state_terms
 from idlm.train.step import BodyAndHead, TrainingStep
+from tests.errors import refused
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import (
@@ -149,9 +149,8 @@ def test_it_is_refused_where_there_is_nothing_to_stay_at() -> None:
     def problems(**changes: Any) -> str:
         config = TrainConfig(**changes)
         config.train.base_kl = 1.0
-        with pytest.raises(UserError, match="IDLM-0504") as caught:
-            check_config(config)
-        return str(caught.value)
+        error = refused("IDLM-0504", check_config, config)
+        return str(error)
 
     assert "clean rows are the base's already" in problems(adapter=AdapterConfig())
     assert "objective=block has no rows" in problems(objective="block")

@@ -22,6 +22,7 @@ from idlm.train.model import checks as model_module
 from idlm.train.model.checks import check_model, grow_vocabulary, mask_token
 from idlm.train.model.load import load_base, random_model
 from idlm.train.model.stored import export_dtype, read_generation_config
+from tests.errors import refused
 from tests.tiny_training import tiny_model
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
@@ -71,9 +72,8 @@ def test_damaged_bases_are_refused_by_name(
     directory = tmp_path / "base"
     shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST))
     damage(directory)
-    with pytest.raises(UserError, match=code) as caught:
-        load_base(str(directory), attention="idlm_sdpa", dtype=torch.float32)
-    assert words in caught.value.message
+    error = refused(code, load_base, str(directory), attention="idlm_sdpa", dtype=torch.float32)
+    assert words in error.message
 
 
 def test_a_base_with_a_manifest_is_checked_against_it(tmp_path: Path) -> None:
@@ -83,8 +83,7 @@ def test_a_base_with_a_manifest_is_checked_against_it(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(UserError, match="IDLM-0302"):
-        load_base(str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
+    refused("IDLM-0302", load_base, str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,7 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     model = tiny_model("qwen3")
     check_model(model, attention="idlm_sdpa")
     monkeypatch.setattr(model_module, "mask_arguments", lambda meta, attention: {"attention_mask": None})
-    with pytest.raises(UserError, match="IDLM-0505"):
-        check_model(model, attention="idlm_sdpa")
+    refused("IDLM-0505", check_model, model, attention="idlm_sdpa")
 
 
 SPECIAL_ATTENTION = {
@@ -192,12 +190,10 @@ def test_attention_that_would_be_another_is_refused(family: str, monkeypatch: py
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
-    with pytest.raises(UserError, match="IDLM-0505.* (cap|sinks)"):
-        check_model(model, attention=attention)
+    refused("IDLM-0505.* (cap|sinks)", check_model, model, attention=attention)
     # What no name gives away shows in the logits.
     monkeypatch.setattr(attention_module, "UNSUPPORTED", {})
-    with pytest.raises(UserError, match="attention that idlm does not compute"):
-        check_model(model, attention=attention)
+    refused("attention that idlm does not compute", check_model, model, attention=attention)
     assert model.config._attn_implementation == attention
 
 
@@ -215,8 +211,7 @@ def test_a_base_that_computes_nan_is_named_as_such() -> None:
     model = tiny_model("qwen3")
     with torch.no_grad():
         model.get_output_embeddings().weight[3, 3] = float("nan")
-    with pytest.raises(UserError, match="not finite"):
-        check_model(model, attention="idlm_sdpa")
+    refused("not finite", check_model, model, attention="idlm_sdpa")
 
 
 def test_logits_changed_after_the_head_are_refused() -> None:
@@ -230,5 +225,4 @@ def test_logits_changed_after_the_head_are_refused() -> None:
             return output
 
     model.__class__ = Capped
-    with pytest.raises(UserError, match="IDLM-0505"):
-        check_model(model, attention="idlm_sdpa")
+    refused("IDLM-0505", check_model, model, attention="idlm_sdpa")

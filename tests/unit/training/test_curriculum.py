@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup
 
-from idlm.errors import UserError
 from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
@@ -19,6 +18,7 @@ from idlm.train.data.packing import best_fit_decreasing
 from idlm.train.objectives.block import BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from tests.errors import refused
 
 MASK, SCHEDULES = 999, ("cosine", "wsd", "cosine_per_stage")
 
@@ -147,14 +147,12 @@ def test_bins_hold_every_index_once_and_never_overflow(costs: list[int], capacit
 
 
 def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:
-    with pytest.raises(UserError, match=r"IDLM-0205.*sample \d+.*max_length=50") as caught:
-        make_dataset(FakeSource(40), max_length=50)
-    assert "tokens" in caught.value.message
-    assert "raise train.max_length to" in caught.value.fix
-    with pytest.raises(UserError, match=r"IDLM-0205.*train.row_length=10") as caught:
-        make_dataset(FakeSource(40), row_length=10)
-    assert "raise train.row_length to" in caught.value.fix
-    assert "max_length" not in str(caught.value)
+    error = refused(r"IDLM-0205.*sample \d+.*max_length=50", make_dataset, FakeSource(40), max_length=50)
+    assert "tokens" in error.message
+    assert "raise train.max_length to" in error.fix
+    error = refused(r"IDLM-0205.*train.row_length=10", make_dataset, FakeSource(40), row_length=10)
+    assert "raise train.row_length to" in error.fix
+    assert "max_length" not in str(error)
     dropping = make_dataset(FakeSource(40), max_length=50, overlong="drop")
     too_long = sum(len(FakeSource(40).sample(i)) > 50 for i in range(40))
     assert dropping.rows.num_dropped == too_long > 0

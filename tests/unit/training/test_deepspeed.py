@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from idlm.config.compose import compose
-from idlm.errors import UserError
 from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
@@ -18,6 +17,7 @@ from idlm.train.distributed.deepspeed_settings import deepspeed_config, hold_gra
 from idlm.train.planning.estimate import explain_out_of_memory
 from idlm.train.planning.memory import ModelShape, memory_plan
 from idlm.train.planning.state import state_bytes, state_setup, state_terms
+from tests.errors import refused
 
 
 def config_of(**changes: object) -> TrainConfig:
@@ -32,9 +32,8 @@ def config_of(**changes: object) -> TrainConfig:
 
 
 def problems_of(**changes: object) -> str:
-    with pytest.raises(UserError, match="IDLM-0504") as caught:
-        check_config(config_of(**changes))
-    return caught.value.message
+    error = refused("IDLM-0504", check_config, config_of(**changes))
+    return error.message
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -237,8 +236,7 @@ def test_running_out_of_memory_names_settings_with_numbers(
 ) -> None:
     monkeypatch.setattr("idlm.train.planning.estimate._gpu_figures", lambda: "139.0 GiB allocated at most")
     config = config_of(**{"train.batch_size": 4, "train.zero_stage": 1, "model.dtype": "bfloat16"})
-    with pytest.raises(UserError, match="IDLM-0517") as caught:
-        explain_out_of_memory(error, config, nn.Linear(1000, 1000), world_size=8)
+    caught = refused("IDLM-0517", explain_out_of_memory, error, config, nn.Linear(1000, 1000), world_size=8)
     for word in (
         "train.batch_size=2 train.accumulation=2",
         "model.gradient_checkpointing=true",
@@ -246,7 +244,7 @@ def test_running_out_of_memory_names_settings_with_numbers(
         "train.zero_stage=3",
         "train.offload_optimizer=true",
     ):
-        assert word in caught.value.fix
+        assert word in caught.fix
     explain_out_of_memory(RuntimeError("something else"), config, nn.Linear(1, 1), world_size=8)
 
 

@@ -29,6 +29,7 @@ from idlm.train.model.gated_lora import (
 )
 from idlm.train.model.load import decoder_layers
 from idlm.train.objectives.base import TermRequest
+from tests.errors import refused
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -143,8 +144,7 @@ def test_an_adapter_without_a_gate_is_the_merged_model_and_trains_on_all_rows(
     tied = [weights[name].data_ptr() for name in ("model.embed_tokens.weight", "lm_head.weight")]
     assert (tied[0] == tied[1]) is not mask_row
     if mask_row:
-        with pytest.raises(UserError, match="IDLM-0530.*tied"):
-            adapted(family, mask_row=True, is_gated=False)
+        refused("IDLM-0530.*tied", adapted, family, mask_row=True, is_gated=False)
     plain.load_state_dict(weights)
     torch.testing.assert_close(hidden_of(plain, batch), ours, atol=1e-4, rtol=1e-4)
     from_clean = gradients(model, batch, "clean_index")
@@ -372,8 +372,6 @@ def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
     assert base_identity(tmp_path / "tuned") != whole
     for broken in (b"", b"\xff" * 64, b"\x05\0\0\0\0\0\0\0{bad}"):
         (tmp_path / "whole" / "model.safetensors").write_bytes(broken)
-        with pytest.raises(UserError, match="IDLM-0308"):
-            base_identity(tmp_path / "whole")
+        refused("IDLM-0308", base_identity, tmp_path / "whole")
     (tmp_path / "whole" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="IDLM-0308"):
-        base_identity(tmp_path / "whole")
+    refused("IDLM-0308", base_identity, tmp_path / "whole")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import op
 from idlm.masks import dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
@@ -16,6 +15,7 @@ from idlm.train.model.checks import check_window, prepare_mask_row
 from idlm.train.model.load import random_model
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import TermRequest
+from tests.errors import refused
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -258,11 +258,9 @@ def test_a_sliding_window_shorter_than_the_rows_is_named() -> None:
     check_window(config, 10_000)
     config.sliding_window, config.layer_types = 128, ["full_attention", "sliding_attention"]
     check_window(config, 128)
-    with pytest.raises(UserError, match="IDLM-0509.*129(.|\n)*train.max_length=128"):
-        check_window(config, 129)
+    refused("IDLM-0509.*129(.|\n)*train.max_length=128", check_window, config, 129)
     config.attention_chunk_size, config.layer_types = 64, ["full_attention", "chunked_attention"]
-    with pytest.raises(UserError, match="attention_chunk_size=64"):
-        check_window(config, 128)
+    refused("attention_chunk_size=64", check_window, config, 128)
 
 
 @pytest.mark.parametrize("clean_weight", [0.0, 0.2, None])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from idlm.errors import UserError
 from idlm.train.config.schema import LoopConfig, ModelConfig, TrainConfig
 from idlm.train.model.attention import register_attention
 from idlm.train.model.load import compile_layers, compiles, decoder_layers
+from tests.errors import refused
 from tests.tiny_training import HiddenStates
 from tests.unit.training.test_gated_lora import adapted, batch_of_two, gradients
 
@@ -97,8 +97,7 @@ def test_choice(choice: str, device: torch.device, zero_stage: int | None, expec
 
 
 def test_compiled_layers_cannot_have_their_weights_moved() -> None:
-    with pytest.raises(UserError, match="IDLM-0540"):
-        compiles(configured("on", 3), GPU)
+    refused("IDLM-0540", compiles, configured("on", 3), GPU)
 
 
 @pytest.mark.sweep

@@ -32,6 +32,7 @@ from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.loop.progress import read_metrics
 from idlm.train.loop.trainer import StopRequests
 from idlm.train.prepare import remember_base
+from tests.errors import refused
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
 
@@ -67,10 +68,8 @@ def test_a_file_not_in_the_manifest_is_refused(tmp_path: Path) -> None:
     verify(target, sealed=True)
     (target / "global_step" / "mp_rank_00x_model_states.pt").write_bytes(b"")
     verify(target)
-    with pytest.raises(UserError, match="mp_rank_00x_model_states"):
-        verify(target, sealed=True)
-    with pytest.raises(UserError, match="IDLM-0302"):
-        choose_checkpoint(config_of(tmp_path, resume=target), SHAPE)
+    refused("mp_rank_00x_model_states", verify, target, sealed=True)
+    refused("IDLM-0302", choose_checkpoint, config_of(tmp_path, resume=target), SHAPE)
 
 
 def test_what_dead_publishers_left_is_cleared(tmp_path: Path) -> None:
@@ -105,10 +104,8 @@ def test_the_rows_of_a_step_stay(
     if code is None:
         assert choose_checkpoint(config_of(tmp_path), now) == target
         return
-    with pytest.raises(UserError) as caught:
-        choose_checkpoint(config_of(tmp_path), now)
-    assert caught.value.code == code
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    error = refused(code, choose_checkpoint, config_of(tmp_path), now)
+    assert all(word in str(error) for word in words), str(error)
 
 
 def test_zero_parts_of_other_processes_are_cut_anew_and_a_damaged_cut_is_made_again(
@@ -138,8 +135,7 @@ def test_zero_parts_of_other_processes_are_cut_anew_and_a_damaged_cut_is_made_ag
 def test_what_deepspeed_cannot_convert_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     target = save(tmp_path, 4)
-    with pytest.raises(UserError, match=r"IDLM-0513.*checkpoint-4"):
-        reshard.reshard(target)
+    refused(r"IDLM-0513.*checkpoint-4", reshard.reshard, target)
     assert not (target.parent / "resharded" / target.name).exists()
 
 
@@ -161,8 +157,7 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
     assert choose_checkpoint(config_of(tmp_path, **{"train.log_every": 3}), SHAPE) is not None
     other = config_of(tmp_path, **{"train.learning_rate": 0.5})
     assert config_hash(other) != config_hash(config)
-    with pytest.raises(UserError, match=r"learning_rate: 1e-05 -> 0.5"):
-        choose_checkpoint(other, SHAPE)
+    refused(r"learning_rate: 1e-05 -> 0.5", choose_checkpoint, other, SHAPE)
     with pytest.raises(UserError, match=r"schedule: 'cosine' -> 'wsd'"):
         choose_checkpoint(config_of(tmp_path, **{"train.schedule": "wsd"}), SHAPE)
     # A run of a version without the option goes on.
@@ -171,8 +166,7 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
     stored.write_text(yaml.safe_dump(content))
     assert choose_checkpoint(config, SHAPE) is not None
     stored.write_text("a: [")
-    with pytest.raises(UserError, match="IDLM-0303"):
-        choose_checkpoint(config, SHAPE)
+    refused("IDLM-0303", choose_checkpoint, config, SHAPE)
 
 
 @pytest.mark.sweep_but(message="IDLM-0303")
@@ -191,15 +185,13 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: bytes, message: 
     save(tmp_path, 4)
     store_config(config)
     (tmp_path / "out" / "run" / "config.yaml").write_bytes(text)
-    with pytest.raises(UserError, match=f"(?s){message}"):
-        choose_checkpoint(config, SHAPE)
+    refused(f"(?s){message}", choose_checkpoint, config, SHAPE)
 
 
 def test_an_adapter_goes_on_with_the_base_that_it_was_started_on(tmp_path: Path) -> None:
     remember_base(tmp_path, "a", is_continued=False)
     remember_base(tmp_path, "a", is_continued=True)
-    with pytest.raises(UserError, match="IDLM-0518"):
-        remember_base(tmp_path, "b", is_continued=True)
+    refused("IDLM-0518", remember_base, tmp_path, "b", is_continued=True)
     remember_base(tmp_path, "b", is_continued=False)
     remember_base(tmp_path, "b", is_continued=True)
 
@@ -224,8 +216,7 @@ def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, argument: str
     key = argument.partition("=")[0]
     values = {"output_dir": tmp_path / "out", "objective": "ar", "train.steps": 9}
     arguments = [f"{name}={value}" for name, value in values.items() if name != key]
-    with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{key}"):
-        check_config(compose("train", TrainConfig, [*arguments, argument]))
+    refused(f"(?s)IDLM-0504.*{key}", check_config, compose("train", TrainConfig, [*arguments, argument]))
 
 
 @pytest.mark.parametrize("key", ["output_dir", "model.path", "data.path", "train.deepspeed"])
@@ -244,9 +235,10 @@ def test_held_out_data_is_looked_for_before_it_is_needed(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"(?s)IDLM-0504.*eval\.path.*/nope"):
         check_config(config_of(tmp_path, **changes, **{"eval.path": "/nope"}))
     for path in ("data.jsonl", "*.jsonl"):
-        with pytest.raises(UserError) as caught:
-            check_config(config_of(tmp_path, **changes, **{"eval.path": tmp_path / path}))
-        assert "eval.path" not in caught.value.message
+        error = refused(
+            "IDLM-0504", check_config, config_of(tmp_path, **changes, **{"eval.path": tmp_path / path})
+        )
+        assert "eval.path" not in error.message
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "idlm_config.json", "generation_config.json", "README.md"])
@@ -255,9 +247,8 @@ def test_files_of_somebody_else_are_refused_before_training(tmp_path: Path, name
     (tmp_path / "out" / name).write_text("{}\n")
     shown = {}
     for adapter in ("null", "{rank: 2}"):
-        with pytest.raises(UserError, match="IDLM-0504") as caught:
-            check_config(config_of(tmp_path, adapter=adapter))
-        shown[adapter] = f"has a {name} that idlm did not write" in caught.value.message
+        error = refused("IDLM-0504", check_config, config_of(tmp_path, adapter=adapter))
+        shown[adapter] = f"has a {name} that idlm did not write" in error.message
     is_refused = name not in FOR_PEOPLE
     assert shown == {"null": is_refused, "{rank: 2}": is_refused}
 
@@ -267,17 +258,13 @@ def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) 
     frozen.write_text(config_text(config_of(tmp_path)))
     taken = compose("train", TrainConfig, [f"config={frozen}", "resume=never"])
     assert taken == replace(config_of(tmp_path), resume="never")
-    with pytest.raises(UserError, match="whole configuration"):
-        compose("train", TrainConfig, [f"config={frozen}", "recipe=tiny"])
+    refused("whole configuration", compose, "train", TrainConfig, [f"config={frozen}", "recipe=tiny"])
     frozen.write_text(config_text(config_of(tmp_path)).replace("accumulation:", "acumulation:"))
-    with pytest.raises(UserError, match="acumulation"):
-        compose("train", TrainConfig, [f"config={frozen}"])
+    refused("acumulation", compose, "train", TrainConfig, [f"config={frozen}"])
     for content, code in (("[1]", "IDLM-0105"), ("a: [", "IDLM-0105")):
         frozen.write_text(content)
-        with pytest.raises(UserError, match=code):
-            compose("train", TrainConfig, [f"config={frozen}"])
-    with pytest.raises(UserError, match="IDLM-0104"):
-        compose("train", TrainConfig, ["config=/nowhere.yaml"])
+        refused(code, compose, "train", TrainConfig, [f"config={frozen}"])
+    refused("IDLM-0104", compose, "train", TrainConfig, ["config=/nowhere.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -295,19 +282,17 @@ def test_the_rows_of_a_step_settle_the_accumulation(
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, **{"train.global_batch": 32})
     for world_size in (5, 64):
-        with pytest.raises(UserError, match="IDLM-0516") as caught:
-            with_accumulation(config, world_size=world_size)
-        assert f"{world_size} processes" in caught.value.message
-        assert "1, 2, 4, 8, 16, 32 processes" in caught.value.fix
+        error = refused("IDLM-0516", with_accumulation, config, world_size=world_size)
+        assert f"{world_size} processes" in error.message
+        assert "1, 2, 4, 8, 16, 32 processes" in error.fix
     assert "train.global_batch=30" in _fix(config, 5)
     other = config_of(tmp_path, **{"train.global_batch": 32, "train.accumulation": 3})
     assert "give one of them" in _fix(other, 8)
 
 
 def _fix(config: TrainConfig, world_size: int) -> str:
-    with pytest.raises(UserError, match="IDLM-0516") as caught:
-        with_accumulation(config, world_size=world_size)
-    return caught.value.fix
+    error = refused("IDLM-0516", with_accumulation, config, world_size=world_size)
+    return error.fix
 
 
 def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:

@@ -30,6 +30,7 @@ from idlm.train.loop.watchdog import (
 from idlm.train.objectives.base import Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.step import LossGuard, TrainingStep
+from tests.errors import refused
 
 
 def watchdog_that_saw(*beats: Heartbeat, hang_seconds: float = 100.0) -> Watchdog:
@@ -179,8 +180,7 @@ def test_one_bad_micro_batch_is_enough(value: str, index: int, tmp_path: Path) -
     guard.begin(7, num_micro_batches=3)
     for number in range(3):
         guard.note(torch.tensor(float(value) if number == index else 1.0), batch(10 + number))
-    with pytest.raises(UserError, match=rf"became {value} at step 7, data items \[{10 + index}\]"):
-        optimizer.step()
+    refused(rf"became {value} at step 7, data items \[{10 + index}\]", optimizer.step)
     assert torch.equal(weight, torch.ones(3))
     shown = json.loads((tmp_path / "run/bad-loss-step-7-rank-0.json").read_text())
     assert [part["item_ids"] for part in shown["micro_batches"]] == [[10], [11], [12]]
@@ -193,8 +193,7 @@ def test_a_step_that_the_optimizer_skips_is_judged_too(tmp_path: Path) -> None:
     guard.note(torch.tensor(float("nan")), batch(0))
     guard.check()
     guard.note(torch.tensor(1.0), batch(1))
-    with pytest.raises(UserError, match="IDLM-0503"):
-        guard.check()
+    refused("IDLM-0503", guard.check)
 
 
 def test_a_step_that_deepspeed_left_out_ends_the_run(tmp_path: Path) -> None:
@@ -203,9 +202,8 @@ def test_a_step_that_deepspeed_left_out_ends_the_run(tmp_path: Path) -> None:
     guard.note(torch.tensor(1.0), batch(7))
     guard.check_skipped(optimizer)
     guard.check_skipped(SimpleNamespace(overflow=False))
-    with pytest.raises(UserError, match=r"IDLM-0503.*gradients.*step 3.*\[7") as caught:
-        guard.check_skipped(SimpleNamespace(overflow=True))
-    assert str(tmp_path) in caught.value.fix
+    error = refused(r"IDLM-0503.*gradients.*step 3.*\[7", guard.check_skipped, SimpleNamespace(overflow=True))
+    assert str(tmp_path) in error.fix
 
 
 def test_finite_losses_pass_and_a_new_step_starts_afresh(tmp_path: Path) -> None:
