@@ -26,29 +26,18 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 BOM = b"\xef\xbb\xbf"
 WIDE = {f"utf-{bits}{end}": f"UTF-{bits}{end[1:].upper()}" for bits in (16, 32) for end in ("", "-le", "-be")}
 PACKERS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-_WESTERN = "À-ÖØ-Ýß-ïñ-öø-ýÿŒœ€‘’“”„…–—•«»°§©®¿¡£·´"
-_CENTRAL = "ĄĆĘŁŃÓŚŹŻąćęłńóśźżÁČĎÉĚÍŇŘŠŤÚŮÝŽáčďéěíňřšťúůýžÄÖÜäöüßŐŰőű‘’“”„…–—«»§°"
-_TURKISH = "ÇĞİÖŞÜçğıöşüâîû‘’“”…–—"
-_CYRILLIC = "а-яё«»—–…№“”„’\u00a0"
 _HAN = "一-鿿，。、！？：；（）《》「」“”‘’…—"
-_HAN_AND_KANA = _HAN + "ぁ-ヿ"
-_ENCODINGS = {
-    "ISO-8859-1": _WESTERN,
-    "WINDOWS-1252": _WESTERN,
-    "ISO-8859-2": _CENTRAL,
-    "WINDOWS-1250": _CENTRAL,
-    "WINDOWS-1254": _TURKISH,
-    "WINDOWS-1251": _CYRILLIC,
-    "KOI8-R": _CYRILLIC,
-    "EUC-KR": "가-힣",
-    "EUC-JP": _HAN_AND_KANA,
-    "SHIFT_JIS": _HAN_AND_KANA,
-    "GB2312": _HAN,
-    "BIG5": _HAN,
-    "GB18030": _HAN,
+_LETTERS = {
+    ("ISO-8859-1", "WINDOWS-1252"): "À-ÖØ-Ýß-ïñ-öø-ýÿŒœ€‘’“”„…–—•«»°§©®¿¡£·´",
+    ("ISO-8859-2", "WINDOWS-1250"): "ĄĆĘŁŃÓŚŹŻąćęłńóśźżÁČĎÉĚÍŇŘŠŤÚŮÝŽáčďéěíňřšťúůýžÄÖÜäöüßŐŰőű‘’“”„…–—«»§°",
+    ("WINDOWS-1254",): "ÇĞİÖŞÜçğıöşüâîû‘’“”…–—",
+    ("WINDOWS-1251", "KOI8-R"): "а-яё«»—–…№“”„’\u00a0",
+    ("EUC-KR",): "가-힣",
+    ("EUC-JP", "SHIFT_JIS"): f"{_HAN}ぁ-ヿ",
+    ("GB2312", "BIG5", "GB18030"): _HAN,
 }
-"""Encodings, in the order in which they are tried, and the usual letters of a language in each."""
-_LATIN = (_WESTERN, _CENTRAL, _TURKISH)
+"""Encodings, in the order in which they are tried, and the usual letters of their languages."""
+_LAST_LATIN = "\u024f"
 _USUAL_SHARE = 0.9
 
 
@@ -122,9 +111,9 @@ def opened(code: str, path: str | Path, *, key: str, fix: str) -> Iterator[Binar
             raise UserError(code, what, fix=f"copy or download the file again; or {fix}") from error
 
 
-def json_lines(lines: Iterable[bytes], *, first: int = 1, hook: Any = None) -> Iterator[tuple[int, Any]]:
+def json_lines(lines: Iterable[bytes], *, first: int = 1) -> Iterator[tuple[int, Any]]:
     """Yield number (from `first` on) and value of every line that is not blank; of one that is not JSON in
-    UTF-8, the error of reading it. `hook`: json's `object_pairs_hook`."""
+    UTF-8, the error of reading it."""
     for number, line in enumerate(lines, start=first):
         # With its end, a line that stops too early would be wrong in column 1 of the next one.
         content = line.removeprefix(BOM).rstrip(b"\r\n")
@@ -132,10 +121,24 @@ def json_lines(lines: Iterable[bytes], *, first: int = 1, hook: Any = None) -> I
             continue
         value: Any
         try:
-            value = json.loads(content.decode(), object_pairs_hook=hook)
+            value = json_value(content.decode())
         except (ValueError, RecursionError) as error:
             value = error
         yield number, value
+
+
+def json_value(text: str) -> Any:
+    """Return the value of JSON. ValueError for what is none, also for an object that has a key twice: a
+    reader would take the last one without a word."""
+    return json.loads(text, object_pairs_hook=_without_repeated_keys)
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return found
 
 
 def json_problem(error: Exception) -> str:
@@ -164,7 +167,7 @@ def likely_encoding(line: bytes) -> str | None:
     foreign = _foreign(line.decode("utf-8", "replace"))
     if re.search(rb"[\x00-\x08]", line) or 2 * foreign.count("\ufffd") < len(foreign):
         return None
-    for name, usual in _ENCODINGS.items():
+    for name, usual in ((name, usual) for names, usual in _LETTERS.items() for name in names):
         try:
             text = line.decode(name)
         except UnicodeDecodeError:
@@ -172,9 +175,9 @@ def likely_encoding(line: bytes) -> str | None:
         foreign = _foreign(text)
         is_usual = len(re.findall(f"[{usual}]", foreign)) >= _USUAL_SHARE * max(1, len(foreign))
         # Words of other scripts are made of the letters outside of ASCII alone.
-        is_foreign = usual in _LATIN and re.search(r"[^\W\d_a-zA-Z]{5}", text)
+        is_foreign = usual[0] <= _LAST_LATIN and re.search(r"[^\W\d_a-zA-Z]{5}", text)
         # Hardly a line of Japanese is without kana, by which it differs from Chinese in the same bytes.
-        is_chinese = usual == _HAN_AND_KANA and not re.search("[ぁ-ヿ]", text)
+        is_chinese = name in ("EUC-JP", "SHIFT_JIS") and not re.search("[ぁ-ヿ]", text)
         if is_usual and not is_foreign and not is_chinese:
             # The larger set of characters of the same language.
             return "GB18030" if name == "GB2312" else name

@@ -152,7 +152,7 @@ class TextReader(FileReader, ABC):
                         self.share_read = (num_before + raw.tell()) / num_bytes
                 except UnicodeDecodeError as error:
                     raise file.not_utf8(error) from error
-                except (*DAMAGE, json.JSONDecodeError, RecursionError) as error:
+                except (*DAMAGE, ValueError, RecursionError) as error:
                     raise damaged(f"{name} (after line {number})", error) from error
             num_before += size
 

@@ -65,7 +65,7 @@ def read_lines(
     carry_keys: bool,
 ) -> Iterator[PromptLine]:
     """As `read_prompts`, from lines of a file; `first` is the number of the first one."""
-    for number, value in json_lines(lines, first=first, hook=_without_repeated_keys):
+    for number, value in json_lines(lines, first=first):
         location = f"{path}:{number}"
         record = _record(location, value)
         # Before the other checks: an unknown key may be a misspelt one.
@@ -111,15 +111,6 @@ def _record(where: str, record: Any) -> dict[str, Any]:
         raise UserError("IDLM-0433", f"{where} needs exactly one of {SHAPES}", fix=fix)
     found = own | {key: value for key, value in given.items() if key not in KEYS}
     check_text(where, json.dumps(found, ensure_ascii=False))
-    return found
-
-
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; ValueError for a repeated key, of which json would return the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
     return found
 
 

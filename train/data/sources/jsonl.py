@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.paths import BOM, json_lines, json_problem, wide_encoding
+from idlm.files.paths import BOM, json_lines, json_problem, json_value, wide_encoding
 from idlm.files.records import TextFile, TextReader, Value
 from idlm.train.data.build import file_source
 
@@ -38,7 +38,7 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     if re.match(rb"\s*\[" if ".json" in path.suffixes else rb"\s*\[\s*\{", head):
         content = stream.read()
         try:
-            items = json.loads(content.removeprefix(BOM).decode())
+            items = json_value(content.removeprefix(BOM).decode())
         except json.JSONDecodeError as error:
             if ".json" in path.suffixes or not error.msg.startswith("Extra data"):
                 raise

@@ -105,6 +105,9 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json:4 "):
         read(tmp_path / "a.json", encoder)
+    (tmp_path / "a.json").write_text(text.replace('{"prompt": "Sam"}', '{"prompt": "a", "prompt": "b"}'))
+    with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*'prompt' is given twice"):
+        read(tmp_path / "a.json", encoder, on_bad_record="skip")
     (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
     with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*line 6"):
         read(tmp_path / "a.json", encoder, on_bad_record="skip")
@@ -113,6 +116,7 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
 BAD_LINES = [
     ('{"prompt": "a", x', "IDLM-0201", "enclosed in double quotes: column 17"),
     ("[1, 2]", "IDLM-0202", "a JSON list"),
+    ('{"prompt": "a", "response": "b", "response": "c"}', "IDLM-0201", "'response' is given twice"),
     ('{"title": "a", "body": "b"}', "IDLM-0230", "'pair'"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "IDLM-0230", '{"prompt": str'),
     ('{"prompt": "a", "response": 3}', "IDLM-0202", "response=3"),
