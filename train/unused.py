@@ -38,7 +38,7 @@ RULES = (
         "only data.source=task generates samples",
     ),
     Rule(
-        "data.split",
+        "data.split data.subset",
         lambda c: all(one.source in SUFFIXES for one in c.data.parts()),
         "its files have no splits",
     ),

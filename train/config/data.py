@@ -29,6 +29,7 @@ class SourceConfig:
     )
     shape: str | None = option("shape of its records; null: data.shape", None)
     split: str | None = option("split of an hf dataset; null: data.split", None)
+    subset: str | None = option("configuration of an hf dataset; null: data.subset", None)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +50,7 @@ class DataConfig:
     )
     sources: list[SourceConfig] = option("sources to mix by weight, in place of path", [])
     split: str = option("split of an hf dataset", DEFAULT_SPLITS[0])
+    subset: str | None = option("configuration of an hf dataset that has several", None)
     shape: str = option(
         "shape of the records: messages, sharegpt, pair, alpaca, calls, preference (its chosen answers), "
         "text, answers; auto: as the first record",
@@ -99,14 +101,17 @@ class DataConfig:
             return [self]
         parts = []
         for one in self.sources:
-            given = {name: getattr(one, name) for name in ("path", "source", "shape", "split")}
+            given = {name: getattr(one, name) for name in ("path", "source", "shape", "split", "subset")}
             given = {name: value for name, value in given.items() if value is not None or name == "path"}
             parts.append(replace(self, sources=[], **given))
         return parts
 
     def split_fix(self, splits: Sequence[str]) -> str:
         """Return what to do where an hf dataset has `splits`, and not the one that is requested."""
-        return f"set data.split to one of: {', '.join(splits)}"
+        trained = getattr(self, "trained_split", "")
+        if others := [split for split in splits if split != trained]:
+            return f"set {self.section}.split to one of: {', '.join(others)}"
+        return "it has no other split: leave eval.path and eval.split out, and eval.holdout holds out a share"
 
 
 @dataclass(kw_only=True)
@@ -118,11 +123,6 @@ class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval"
     trained_split: str = ""
 
-    def split_fix(self, splits: Sequence[str]) -> str:
-        if others := [split for split in splits if split != self.trained_split]:
-            return f"set eval.split to one of: {', '.join(others)}"
-        return "it has no other split: leave eval.path and eval.split out, and eval.holdout holds out a share"
-
 
 def held_out_config(data: DataConfig, path: str | None, split: str | None) -> HeldOutConfig:
     same = path is None or path == data.path
@@ -131,6 +131,7 @@ def held_out_config(data: DataConfig, path: str | None, split: str | None) -> He
         | {
             "path": data.path if path is None else path,
             "split": DEFAULT_SPLITS[1] if split is None else split,
+            "subset": data.subset if same else None,
             "sources": [],
             "trained_split": data.split if same else "",
         }

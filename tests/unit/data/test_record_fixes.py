@@ -48,6 +48,8 @@ TURNS: list[tuple[Record, str, Record]] = [
         {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "{}"}]},
     ),
     (ANSWER | {"weight": "no"}, "or delete it", ANSWER),
+    (ANSWER | {"images": ["a.png"]}, "delete the key images", ANSWER),
+    (ANSWER | {"content": "<think>b"}, "close it", ANSWER | {"content": "<think>b</think>"}),
     (ANSWER | {"weight": 0}, "give a turn the weight 1", ANSWER | {"weight": 1}),
     (ANSWER | {"weight": 1, "train": False}, "delete all but one", ANSWER | {"weight": 1}),
     (ANSWER | {"train_detail": [1]}, "weigh turns as a whole", ANSWER | {"train": True}),
@@ -94,6 +96,8 @@ RECORDS: list[tuple[Record, str, Record, str]] = [
         "auto",
     ),
     ({"conversations": ["a", "b", "c"]}, "write a list of {", {"conversations": CHAT}, "auto"),
+    ({"text": "USER: a ASSISTANT: b"}, "data.shape=text", {"text": "USER: a ASSISTANT: b"}, "text"),
+    ({"text": "### Human: a\n### Assistant: b"}, '{"messages": [{', {"messages": CHAT}, "auto"),
     ({"messages": "USER: a"}, "write a list of {", {"messages": CHAT}, "auto"),
 ]
 

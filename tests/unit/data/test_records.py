@@ -72,6 +72,8 @@ SAME_CHATS: dict[str, Any] = {
     "JSON text": {"messages": json.dumps(CHAT)},
     "an object of lists": {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
     "texts in turn": {"conversations": ["a", "b"]},
+    "JSON texts of turns": {"conversations": [json.dumps(USER), json.dumps(ANSWER)]},
+    "JSON text of parts": {"messages": [USER | {"content": '[{"type": "text", "text": "a"}]'}, ANSWER]},
     "parts of text": {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}, ANSWER]},
     "nulls of other keys": {"messages": [USER | {"tool_calls": None, "name": None}, ANSWER], "tools": None},
     "nulls in JSON text": {"messages": [USER, ANSWER | {"tool_calls": "null"}], "tools": "null"},
@@ -241,7 +243,9 @@ def test_preferences_are_trained_on_where_that_is_said() -> None:
             assert "kto_tag=False," in refusal(record | {"kto_tag": False})
 
 
-@pytest.mark.parametrize("beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}])
+@pytest.mark.parametrize(
+    "beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}, {"completion": "b"}, {"answer": "b"}]
+)
 def test_a_text_that_is_part_of_a_conversation_is_refused(beside: dict[str, Any]) -> None:
     assert f"has {next(iter(beside))} next to a text" in refusal({"text": "a"} | beside)
 

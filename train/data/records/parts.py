@@ -5,13 +5,12 @@ Errors name a value by its key; `build.encode` puts the record's location before
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.paths import json_problem
+from idlm.files.paths import json_problem, json_value
 from idlm.text.thoughts import REASONING_KEYS
 
 ROLES = {
@@ -97,10 +96,17 @@ PAIR_ALIASES = (
 """Other names of a prompt and its response."""
 LABEL_KEYS = ("label", "kto_tag")
 """Of a record: false where its answer is one that is not wanted."""
+VALUE_KEYS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
+"""What tables of text have as numbers and truth values."""
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
 """What a preferred answer may follow."""
-TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
-"""Keys by which a record with a text is a turn of a conversation."""
+TEXT_EXTRAS = (
+    *("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS)),
+    *dict.fromkeys(("completion", *(response for _, response in PAIR_ALIASES))),
+)
+"""Keys by which a record with a text is a part of a conversation."""
+_PARTS = re.compile(r'\s*\[\s*\{\s*"type"\s*:\s*"(?:input_|output_)?text"\s*,\s*"text"\s*:')
+"""How the JSON text of a list of parts begins."""
 
 
 def unusable(problem: str, *, fix: str) -> UserError:
@@ -120,6 +126,15 @@ def refuse_thoughts(given: Mapping[str, Any], name: str) -> None:
                 f"{name} has {key}={shown(value)}, which may be a thought and is not read",
                 fix=f"rename {key} to reasoning_content, write it into the answer, or delete it",
             )
+
+
+def refuse_media(given: Mapping[str, Any], prefix: str = "") -> None:
+    """UserError IDLM-0202 where a record or a turn has what no model of text reads."""
+    for key, value in present(given, MEDIA_KEYS).items():
+        raise unusable(
+            f"{prefix}{key}={shown(value)} belongs to the conversation, and only text is read",
+            fix=f"delete the record; delete the key {key} if the text stands without it",
+        )
 
 
 def thoughts_in(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,15 +172,32 @@ def parsed(value: Any, name: str, *, fix: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json_value(value)
     except (ValueError, RecursionError) as error:
         raise unusable(
             f"{name}={shown(value)} is text that is not valid JSON: {json_problem(error)}", fix=fix
         ) from error
 
 
+def parsed_or(text: str, default: Any) -> Any:
+    """Return the value of JSON text, and `default` for other text."""
+    try:
+        return json_value(text)
+    except (ValueError, RecursionError):
+        return default
+
+
+def value_of(cell: Any) -> Any:
+    """Return the number or the truth value of a cell of text; any other cell is returned as it is."""
+    # Python writes True where JSON has true.
+    return parsed_or(cell.lower(), cell) if isinstance(cell, str) else cell
+
+
 def text_of(value: Any, name: str) -> str:
-    """Return a text, or the joined parts of one. UserError IDLM-0202 for anything that is not text."""
+    """Return a text, or the joined parts of one, which may be JSON text. UserError IDLM-0202 for anything
+    that is not text."""
+    if isinstance(value, str) and _PARTS.match(value):
+        value = parsed_or(value, value)
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
     if not isinstance(value, str):

@@ -15,7 +15,7 @@ from typing import Any
 from idlm.contracts import RECORD_KEYS
 from idlm.errors import UserError
 from idlm.text.templates import all_template_text
-from idlm.text.thoughts import REASONING_KEYS
+from idlm.text.thoughts import REASONING_KEYS, refuse_open
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.parts import (
@@ -24,7 +24,6 @@ from idlm.train.data.records.parts import (
     HISTORY_KEY,
     LABEL_KEYS,
     LISTED_WEIGHTS,
-    MEDIA_KEYS,
     PAIR_ALIASES,
     PROMPT_KEYS,
     QUESTION_PARTS,
@@ -33,7 +32,9 @@ from idlm.train.data.records.parts import (
     TEMPLATE_KEYS,
     TEXT_EXTRAS,
     parsed,
+    parsed_or,
     present,
+    refuse_media,
     refuse_thoughts,
     shown,
     text_of,
@@ -43,6 +44,7 @@ from idlm.train.data.records.parts import (
 from idlm.train.data.records.turns import (
     WRITE_TURNS,
     Message,
+    are_turns,
     calls_of,
     history_turns,
     plain_turns,
@@ -85,6 +87,8 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
     (key,) = keys
     value = record[key]
     is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
+    if is_texts and are_turns(found := [parsed_or(text, None) for text in value]):
+        value, is_texts = found, False
     if is_texts and len(value) % 2:
         raise unusable(
             f"{key} has {len(value)} texts, so they are not those of the user and the assistant in turn",
@@ -96,10 +100,9 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
     _refuse_parts(record, keys)
-    if isinstance(prompt, str) and isinstance(response, str):
-        return _encoded_pair(record, prompt, response, encoder, origin)
     turns = [*_context(prompt, keys[0]), *_with_thought(_reply(response, keys[1]), record)]
-    return _encoded(record, turns, encoder, origin)
+    is_pair = isinstance(prompt, str) and isinstance(response, str)
+    return _encoded(record, turns, encoder, origin, needs_template=not is_pair)
 
 
 def _refuse_parts(record: Record, keys: Keys) -> None:
@@ -117,7 +120,8 @@ def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encode
     given = {key: text_of(value, key) for key, value in present(record, CONTEXT_KEYS).items()}
     if len(given) > 1:
         raise unusable(f"the record has {' and '.join(given)}", fix="join them in input")
-    return _encoded_pair(record, "\n\n".join((instruction, *given.values())), output, encoder, origin)
+    user, *answers = plain_turns("\n\n".join((instruction, *given.values())), output)
+    return _encoded(record, [user, *_with_thought(answers, record)], encoder, origin, needs_template=False)
 
 
 def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -128,17 +132,14 @@ def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded
 
 
 def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
-    chosen, prompts = record["chosen"], present(record, PROMPT_KEYS)
-    key, prompt = next(iter(prompts.items()), ("", None))
-    _refuse_parts(record, (key or "prompt", "chosen"))
-    if isinstance(chosen, str) and isinstance(prompt, str):
-        return _encoded_pair(record, prompt, chosen, encoder, origin)
-    turns = _with_thought(_reply(chosen, "chosen"), record)
+    key, prompt = next(iter(present(record, PROMPT_KEYS).items()), ("prompt", None))
+    turns = _with_thought(_reply(record["chosen"], "chosen"), record)
     if turns[0].role == "assistant":
-        if not prompts:
+        if prompt is None:
             raise unusable("chosen is an answer without a prompt", fix="write the prompt as prompt")
-        turns = [*_context(prompt, key), *turns]
-    elif isinstance(prompt, str) and prompt not in [turn.message["content"] for turn in turns]:
+        return _pair(record, (key, "chosen"), encoder, origin)
+    _refuse_parts(record, (key, "chosen"))
+    if isinstance(prompt, str) and prompt not in [turn.message["content"] for turn in turns]:
         raise unusable(f"chosen is a whole conversation and lacks the {key}", fix=f"delete the key {key}")
     return _encoded(record, turns, encoder, origin)
 
@@ -171,12 +172,16 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
     return encoder.answer(prompt, record, origin=origin), set()
 
 
-def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str) -> Encoded:
-    """Encode the turns with what is next to them; UserError IDLM-0204 where no turn is a target."""
+def _encoded(
+    record: Record, turns: list[Message], encoder: Encoder, origin: str, *, needs_template: bool = True
+) -> Encoded:
+    """Encode the turns with what is next to them; UserError IDLM-0204 where no turn is a target. A prompt and
+    its answer may do without a chat template, if there is nothing more."""
     template_kwargs, prompt = _template_kwargs(record), "custom_instructions"
     if prompt in template_kwargs and prompt not in _words(all_template_text(encoder.tokenizer)):
         record = {**record, prompt: template_kwargs.pop(prompt)}
     turns = _with_context(record, turns)
+    tools = _tools(record, turns)
     trained = {index: turn.is_trained for index, turn in enumerate(turns) if turn.role == "assistant"}
     if trained and not any(trained.values()):
         raise UserError(
@@ -184,32 +189,26 @@ def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str
             f"{origin} has nothing to predict (all {len(trained)} assistant turns have the weight 0)",
             fix="delete the record, give a turn the weight 1, or set data.on_bad_record=skip",
         )
+    if not needs_template:
+        is_bare = [turn.role for turn in turns] == ["user", "assistant"] and not (tools or template_kwargs)
+        if is_bare and all(len(turn.message) == 2 for turn in turns):
+            prompt, answer = (str(turn.message["content"]) for turn in turns)
+            return [encoder.pair(prompt, answer, origin=origin)], set()
+        if not encoder.use_chat_template:
+            others = present(record, (*CHAT_KEYS, *REASONING_KEYS))
+            raise unusable(
+                f"{', '.join(others)} next to a prompt and its response needs a chat template",
+                fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these "
+                "keys",
+            )
     samples = encoder.messages(
         [turn.message for turn in turns],
         origin=origin,
-        tools=_tools(record, turns),
+        tools=tools,
         template_kwargs=template_kwargs,
         untrained=frozenset(index for index, is_trained in trained.items() if not is_trained),
     )
     return samples, _ignored_keys(turns, template_kwargs, encoder, samples)
-
-
-def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
-    """Encode two texts, which need no chat template unless there is more."""
-    user, *answers = plain_turns(prompt, response)
-    (assistant,) = _with_thought(answers, record)
-    turns = _with_context(record, [user, assistant])
-    is_pair = [turn.role for turn in turns] == ["user", "assistant"] and turns[-1].is_trained
-    has_more = any(len(turn.message) > 2 for turn in turns)
-    if is_pair and not (has_more or _tools(record, turns) or _template_kwargs(record)):
-        return [encoder.pair(prompt, response, origin=origin)], set()
-    if not encoder.use_chat_template:
-        others = present(record, (*CHAT_KEYS, *REASONING_KEYS))
-        raise unusable(
-            f"{', '.join(others)} next to a prompt and its response needs a chat template",
-            fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
-        )
-    return _encoded(record, [user, assistant], encoder, origin)
 
 
 def _with_thought(turns: list[Message], record: Record) -> list[Message]:
@@ -312,11 +311,7 @@ def _ignored_keys(
 
 def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
     """Return the turns with their weights, after the system prompt and the history next to them."""
-    for key, value in present(record, MEDIA_KEYS).items():
-        raise unusable(
-            f"{key}={shown(value)} belongs to the conversation, and only text is read",
-            fix=f"delete the record; delete the key {key} if the text stands without it",
-        )
+    refuse_media(record)
     for key, value in present(record, LABEL_KEYS).items():
         if str(value).lower() in ("false", "0", "0.0"):
             raise unusable(
@@ -325,6 +320,9 @@ def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
                 "something else",
             )
     found = weighted(turns, record)
+    for turn in found:
+        if turn.role == "assistant" and turn.is_trained:
+            refuse_open(turn.message["content"], origin="an answer")
     system = found[:1] if found[0].role == "system" else []
     history = [
         turn for key, value in present(record, (HISTORY_KEY,)).items() for turn in history_turns(value, key)

@@ -26,6 +26,7 @@ from idlm.train.data.records.parts import (
     may_weigh,
     parsed,
     present,
+    refuse_media,
     shown,
     text_of,
     unusable,
@@ -137,7 +138,9 @@ def turns_of(value: Any, name: str) -> list[Message]:
         turn = _turn(one, f"{name}[{index}]")
         last = [(before.role, before.is_trained) for before in found[-1:]]
         if turn.continues and last == [(turn.role, turn.is_trained)]:
-            found[-1] = _joined(found[-1], turn)
+            calls = [*found[-1].message.get("tool_calls", []), *turn.message["tool_calls"]]
+            joined = found[-1].message | {"tool_calls": calls}
+            found[-1] = replace(found[-1], message=joined, extra=found[-1].extra | turn.extra)
         else:
             found.append(turn)
     return found
@@ -212,6 +215,7 @@ def _turn(turn: Any, name: str) -> Message:
             f"{name}={shown(turn)}, which is not an object with a role and a content", fix=WRITE_TURNS
         )
     given = {key: value for key, value in turn.items() if value is not None}
+    refuse_media(given, f"{name}.")
     role, content = _role(given, name), _only(given, CONTENT_KEYS, name)
     rest = {key: value for key, value in given.items() if key not in HANDLED_KEYS} | reasoning_of(given, name)
     calls = [
@@ -232,11 +236,6 @@ def _turn(turn: Any, name: str) -> Message:
         extra=frozenset(f"{name.partition('[')[0]}[].{key}" for key in extra),
         continues=role in CALL_ROLES,
     )
-
-
-def _joined(before: Message, turn: Message) -> Message:
-    calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
-    return replace(before, message=before.message | {"tool_calls": calls}, extra=before.extra | turn.extra)
 
 
 def _role(given: Mapping[str, Any], name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -20,12 +19,11 @@ from idlm.files.paths import BOM
 from idlm.files.records import TextFile, TextReader, Value
 from idlm.train.data.build import file_source
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import LABEL_KEYS, LISTED_WEIGHTS, ROLE_KEYS, ROLES, TEMPLATE_KEYS
+from idlm.train.data.records.parts import ROLE_KEYS, ROLES, VALUE_KEYS, parsed_or, value_of
 from idlm.train.data.records.turns import are_turns
 
 DELIMITERS = ",;\t"
 """In the order in which a header decides for one of them."""
-VALUE_COLUMNS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
 ITEMS = re.compile(r"\s*\[\s*\{")
 """How a list of turns begins, as JSON or as Python writes it."""
 ROLE = re.compile(rf"['\"]({'|'.join(ROLE_KEYS)})['\"]\s*:\s*['\"]({'|'.join(ROLES)})['\"]", re.IGNORECASE)
@@ -105,10 +103,9 @@ def _value(key: str, cell: str, origin: str) -> Any:
     """Return a cell as other sources have it; UserError IDLM-0202 for turns that are not JSON."""
     if not cell:
         return None
-    if key in VALUE_COLUMNS:
-        # Python writes True where JSON has true.
-        return _parsed(cell.lower(), cell)
-    found = _parsed(cell, None) if ITEMS.match(cell) else cell
+    if key in VALUE_KEYS:
+        return value_of(cell)
+    found = parsed_or(cell, None) if ITEMS.match(cell) else cell
     if found is None and ROLE.search(cell):
         raise UserError(
             "IDLM-0202",
@@ -116,10 +113,3 @@ def _value(key: str, cell: str, origin: str) -> Any:
             fix=f"make the table again from its source: {WRITE_LINES}",
         )
     return found if are_turns(found) else cell
-
-
-def _parsed(text: str, default: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return default

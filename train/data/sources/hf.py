@@ -6,6 +6,7 @@ library's."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
+from idlm.train.data.records.parts import VALUE_KEYS, value_of
 
 BATCH_ROWS = 256
 
@@ -31,7 +33,7 @@ class DatasetReader:
         path, self.split = Path(str(config.path)), config.split
         options: dict[str, Any] = {"cache_dir": str(cache / "datasets")} if path.exists() else {}
         with _loading(config):
-            found, data_files, left_out = _load(path, str(config.path), self.split, options)
+            found, data_files, left_out = _load(path, config, options)
         self.dataset = _split_of(found, config)
         self.names: tuple[str, ...] = (f"{config.path}[{self.split}]",)
         self.files = tuple(data_files.get(self.split.partition("[")[0], self.names))
@@ -50,6 +52,8 @@ class DatasetReader:
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 record = without_nulls(dict(zip(batch, values, strict=True)))
+                for key in VALUE_KEYS & record.keys():
+                    record[key] = value_of(record[key])
                 yield Row(file=0, number=number, value=record, unread=unread)
             self.share_read = number / len(dataset)
 
@@ -57,18 +61,22 @@ class DatasetReader:
 def _loading(config: DataConfig) -> AbstractContextManager[None]:
     """Inside, errors of network, hub, cache and format become UserError IDLM-0232."""
     key = config.section
-    fix = "give a folder of save_to_disk, or a file with data.source=auto; the hub needs network or its cache"
+    fix = (
+        "give a folder of save_to_disk, or a file with data.source=auto; data.subset names one of several "
+        "configurations; the hub needs network or its cache"
+    )
     what = f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded"
     return naming("IDLM-0232", what, fix=fix)
 
 
 def _load(
-    path: Path, name: str, split: str, options: dict[str, Any]
+    path: Path, config: DataConfig, options: dict[str, Any]
 ) -> tuple[Any, dict[str, list[str]], list[str]]:
     """Return the split as a map-style dataset whose rows lie in files, or the dataset that may not have it;
     the files of each split of a folder, and those that are left out."""
     import datasets
 
+    name, split = str(config.path), config.split
     if path.suffix == ".arrow" and path.is_file():
         try:
             return datasets.Dataset.from_file(name), {}, []
@@ -77,15 +85,21 @@ def _load(
             return datasets.load_dataset("arrow", data_files=name, split="train", **options), {}, []
     if is_saved(path):
         return datasets.load_from_disk(name), {}, []
-    builder = datasets.load_dataset_builder(name, **options)
+    load = functools.partial(datasets.load_dataset_builder, name, config.subset)
+    builder = load(**options)
     data_files, left_out = _data_files(path.resolve(), builder.config.data_files if path.is_dir() else None)
-    changed = dict[str, Any]({"data_files": data_files} if left_out else {})
-    if hasattr(builder.config, "keep_default_na"):
-        # Of a table: pandas would read words such as null as missing values.
-        changed |= {"keep_default_na": False, "na_values": [""]}
-    if changed:
-        builder = datasets.load_dataset_builder(name, **options | changed)
+    if left_out:
+        options |= {"data_files": data_files}
+    if is_table := hasattr(builder.config, "keep_default_na"):
+        # pandas would read words such as null as missing values.
+        options |= {"keep_default_na": False, "na_values": [""]}
+    builder = load(**options)
     builder.download_and_prepare()
+    texts = datasets.Features(dict.fromkeys(builder.info.features, datasets.Value("string")))
+    if is_table and texts != builder.info.features:
+        # pandas would read texts such as 007 and True as numbers and truth values.
+        builder = load(**options, features=texts)
+        builder.download_and_prepare()
     # It may be parts of several, such as train[:1000]+test.
     if {part.partition("[")[0] for part in split.split("+")} <= {*builder.info.splits, "all"}:
         return datasets.DatasetDict({split: builder.as_dataset(split=split)}), data_files, left_out

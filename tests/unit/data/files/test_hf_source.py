@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.train.check import check_config
-from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
+from idlm.train.config.data import DataConfig, HeldOutConfig, SourceConfig, held_out_config
 from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import Encoder
 from tests.unit.data.cached import config_of, contents, read, write_lines
@@ -49,6 +50,34 @@ def test_words_for_missing_values_are_texts_of_a_table(tmp_path: Path, encoder: 
     )
     found = contents(read(config_of(path.parent, source="hf"), encoder))
     assert found == contents(read(config_of(path, source="csv"), encoder))
+
+
+def test_numbers_and_truth_values_of_a_table_are_its_texts(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "folder" / "train.csv"
+    path.parent.mkdir()
+    path.write_text("question,answer,label,enable_thinking\n1,007,1,true\n2,1.50,,\n3,True,1,false\n")
+    found = contents(read(config_of(path.parent, source="hf"), encoder))
+    assert found == contents(read(config_of(path, source="csv"), encoder))
+    path.write_text("question,answer,label\na,1,0\n")
+    with pytest.raises(UserError, match="IDLM-0202.*label=0"):
+        read(config_of(path.parent, source="hf"), encoder)
+
+
+def test_a_configuration_of_a_dataset_is_chosen(tmp_path: Path, encoder: Encoder) -> None:
+    folder, listed = tmp_path / "folder", []
+    for name, text in (("main", "Sam has 1."), ("other", "Sam has 2.")):
+        lines(folder / name / "train.jsonl", text)
+        listed.append({"config_name": name, "data_files": f"{name}/*.jsonl"})
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(listed)}\n---\n")
+    with pytest.raises(UserError, match=r"(?s)IDLM-0232.*\['main', 'other'\].*data\.subset names one"):
+        read(config_of(folder, source="hf"), encoder)
+    (part,) = DataConfig(sources=[SourceConfig(path=str(folder), source="hf", subset="other")]).parts()
+    for config in (config_of(folder, source="hf", subset="other"), part):
+        config.cache_dir = str(tmp_path / "cache")
+        sample = read(config, encoder).sample(0)
+        assert "Sam has 2." in encoder.tokenizer.decode(sample.token_ids)
+    assert held_out_config(part, None, "test").subset == "other"
+    assert held_out_config(part, "elsewhere", None).subset is None
 
 
 def test_arrow_is_read_as_a_stream_and_as_a_file(tmp_path: Path, encoder: Encoder) -> None:
