@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +130,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         tokenizer=tokenizer,
         mask_token_id=mask_token_id,
         objective=objective,
-        dataset=data.dataset,
-        curriculum=data.curriculum,
-        held_out=data.held_out,
-        date=data.date,
+        **{field.name: getattr(data, field.name) for field in fields(data)},
         attention=attention,
         adapter=adapter,
         mask_text=mask_text,

@@ -6,6 +6,7 @@ to produce after it."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -89,21 +90,22 @@ def conversation(
 
 def _ended_once(template: Template, messages: Sequence[Message], special: frozenset[int]) -> list[Message]:
     """Return the messages, whose answers do not end in the token that the template appends."""
-    tokenizer = template.tokenizer
-    ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
-    trimmed: list[Message] = list(messages)
-    for turn, message in enumerate(messages):
-        content = (message.get("content") or "") if message["role"] == "assistant" else ""
-        if isinstance(content, str) and content.rstrip().endswith(ends):
-            question = [{"role": "user", "content": "a"}]
-            after = template.around(question)[1].lstrip()
-            while found := next((end for end in ends if content.rstrip().endswith(end)), None):
-                is_eos = found == tokenizer.eos_token and after.startswith(ends)
-                if not (after.startswith(found) or is_eos):
-                    break
-                content = content.rstrip().removesuffix(found)
-            trimmed[turn] = {**message, "content": content}
-    return trimmed
+    eos, ends = template.tokenizer.eos_token, template.tokenizer.convert_ids_to_tokens(sorted(special))
+    contents = [
+        str(message.get("content")).rstrip() for message in messages if message["role"] == "assistant"
+    ]
+    if not any(content.endswith(tuple(ends)) for content in contents):
+        return list(messages)
+    after = template.around([{"role": "user", "content": "a"}])[1].lstrip()
+    appended = [end for end in ends if after.startswith(end)]
+    names = "|".join(map(re.escape, [*appended, eos] if appended and eos else appended))
+    end = re.compile(rf"(?:(?:{names or '(?!)'})\s*)+\Z")
+    return [
+        {**message, "content": end.sub("", message["content"])}
+        if message["role"] == "assistant" and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _cut(

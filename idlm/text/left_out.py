@@ -168,10 +168,8 @@ def _changed_call(call: Any, turn: int, replace: Replace) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    changed = dict(function)
-    if isinstance(function.get("name"), str):
-        changed["name"] = replace(TurnText(turn, "assistant", "tool_calls", function["name"]))
-    changed["arguments"] = _changed_leaves(function.get("arguments"), turn, replace)
+    given = {key: function[key] for key in ("name", "arguments") if key in function}
+    changed = {**function, **_changed_leaves(given, turn, replace)}
     return {**call, "function": changed} if "function" in call else changed
 
 
@@ -189,10 +187,7 @@ def _changed_leaves(value: Any, turn: int, replace: Replace) -> Any:
 def _changed_tool(tool: Message, replace: Replace) -> dict[str, Any]:
     """The same for the names and descriptions of a tool and its parameters."""
     function = tool.get("function", tool)
-    changed: dict[str, Any] = dict(function) if isinstance(function, Mapping) else {}
-    if isinstance(changed.get("name"), str):
-        changed["name"] = replace(TurnText(-1, "", "tools", changed["name"]))
-    changed = _changed_schema(changed, replace)
+    changed: dict[str, Any] = _changed_schema(function if isinstance(function, Mapping) else {}, replace)
     return {**tool, "function": changed} if "function" in tool else changed
 
 
@@ -203,7 +198,7 @@ def _changed_schema(value: Any, replace: Replace) -> Any:
         return value
     changed: dict[str, Any] = {}
     for key, inner in value.items():
-        if key == "description" and isinstance(inner, str) and inner.strip():
+        if key in ("name", "description") and isinstance(inner, str) and inner.strip():
             changed[key] = replace(TurnText(-1, "", "tools", inner))
         elif key == "properties" and isinstance(inner, Mapping):
             changed[key] = {

@@ -112,8 +112,12 @@ def template_names(
 
 
 def applied(tokenizer: Any, template: str, messages: Sequence[Message], **options: Any) -> Any:
-    """Return what the tokenizer's template makes of messages."""
-    known = _known_roles(template, messages)
+    """Return what the tokenizer's template makes of messages; developers are the system of one without
+    them."""
+    known = [dict(message) for message in messages]
+    for message in known:
+        if message.get("role") == "developer" and "developer" not in template:
+            message["role"] = "system"
     try:
         return tokenizer.apply_chat_template(known, **options)
     except TypeError:
@@ -129,16 +133,6 @@ def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if isinstance(function.get("arguments"), dict):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return given
-
-
-def _known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages; for a template without developers, their role is system."""
-    plain = [dict(message) for message in messages]
-    if "developer" not in template:
-        for message in plain:
-            if message.get("role") == "developer":
-                message["role"] = "system"
-    return plain
 
 
 def all_template_text(tokenizer: Any) -> str:

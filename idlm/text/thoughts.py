@@ -15,6 +15,10 @@ OPEN, CLOSE = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TAGS = re.compile(f"({OPEN}|{CLOSE})")
 _PREFILL = re.compile(rf"(?:{OPEN}\s*(?:{CLOSE}\s*)?|{CLOSE}\s*)\Z")
+_OTHER_TAG = re.compile(
+    rf"\s*(?!(?-i:{OPEN}))<\|?(?:begin_of_|start_of_)?(?:think|thinking|thoughts?|reasoning|scratchpad)\|?>",
+    re.IGNORECASE,
+)
 LAST_TOKENS = 8
 """Tokens of a prompt that are read to see where it ends; tags may be a few tokens."""
 _EMPTY_BLOCK = re.compile(rf"(?:{OPEN}\s*)?{CLOSE}\s*")
@@ -144,19 +148,35 @@ def after_prefill(prefill: str, body: str, thought: Thought | None, *, is_shown:
     return inner if thought else f"{space}{CLOSE}\n\n{inner.lstrip()}"
 
 
-def without_thinking(text: str, *, origin: str) -> str:
-    """Return the text after its leading `<think>` block, whose opening tag may be in the prompt."""
-    head, closing, rest = text.partition(CLOSE)
-    is_opened = head.lstrip().startswith(OPEN)
-    if closing and (is_opened or OPEN not in head):
-        return rest.lstrip()
-    if is_opened:
+def other_tag(text: str) -> str:
+    """Return the tag of a thought that begins an answer and is not `<think>`; empty without one."""
+    found = _OTHER_TAG.match(text)
+    return found[0].strip() if found else ""
+
+
+def refuse_open(text: str, *, origin: str) -> None:
+    """UserError IDLM-0229 for an answer that ends within its leading `<think>` block."""
+    if text.lstrip().startswith(OPEN) and CLOSE not in text:
         raise UserError(
             "IDLM-0229",
             f"{origin} opens a {OPEN} block and does not close it",
-            fix="close it, delete the record, or set data.thinking=keep",
+            fix="close it, delete the record, or set data.on_bad_record=skip",
         )
-    return text
+
+
+def without_thinking(text: str, *, origin: str) -> str:
+    """Return the text after its leading `<think>` block, whose opening tag may be in the prompt. UserError
+    IDLM-0229 for a block that is not closed, or has other tags."""
+    refuse_open(text, origin=origin)
+    if tag := other_tag(text):
+        raise UserError(
+            "IDLM-0229",
+            f"{origin} has a thought in the tag {tag}, and only {OPEN} blocks are removed",
+            fix=f"write the tags as {OPEN} and {CLOSE}, or set data.thinking=keep",
+        )
+    head, closing, rest = text.partition(CLOSE)
+    is_leading = closing and (head.lstrip().startswith(OPEN) or OPEN not in head)
+    return rest.lstrip() if is_leading else text
 
 
 class Rendering:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -320,21 +321,17 @@ class MixedSource:
     def _merged_header(self, visits: np.ndarray) -> dict[str, Any]:
         """What the caches counted, over all of them; `visits` [sources] of a sample in an epoch."""
         headers = [source.header for source in self.sources]
-        merged: dict[str, Any] = {
-            name: sum(header[name] for header in headers) for name in ("num_records", "num_skipped")
-        }
+        merged: dict[str, Any] = {"num_supervised": int(self.num_targets.sum())}
+        for name in ("num_records", "num_skipped"):
+            merged[name] = sum(header[name] for header in headers)
         for name in ("names", "files", "left_out", "skipped_examples"):
             merged[name] = [value for header in headers for value in header.get(name, ())]
-        merged["skipped_examples"] = merged["skipped_examples"][:NUM_EXAMPLES]
-        merged |= {name: {} for name in ("shapes", "ignored", "endings", "notes")}
-        for header in headers:
-            for name in ("shapes", "ignored"):
-                for key, num in header[name].items():
-                    merged[name][key] = merged[name].get(key, 0) + num
-            for name in ("endings", "notes"):
-                for key, (num, example) in header[name].items():
-                    merged[name].setdefault(key, [0, example])[0] += num
-        merged["num_supervised"] = int(self.num_targets.sum())
+        for name in ("shapes", "ignored"):
+            merged[name] = sum((Counter(header[name]) for header in headers), Counter())
+        for name in ("endings", "notes"):
+            found = merged[name] = {}
+            for key, (num, example) in (item for header in headers for item in header[name].items()):
+                found.setdefault(key, [0, example])[0] += num
         shares = np.asarray(self.weights) / sum(self.weights)
         merged["mixture"] = [
             f"{share:.1%} of the samples from {source.header['names'][0]}"

@@ -18,24 +18,32 @@ from idlm.text.chat import TRAILING, Template, conversation
 from idlm.text.detokenizer import answer_text
 from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
-from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, reasoning, without_thinking
+from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, other_tag, reasoning, without_thinking
 from idlm.text.tokenizer import (
     encode_bare,
     encode_messages,
     encode_prompt,
     encode_text,
     num_token_ids,
-    plain_text,
     special_token_ids,
 )
+from idlm.text.transcripts import is_transcript, opens_answer
 from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
 
 SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
-SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
+SPECIAL = "texts hold those of special tokens, which become those tokens, as at inference"
+TRANSCRIPT = "texts hold the turns of a chat, of which the words of users are targets too"
+OPENED = "prompts end as those of a chat that is written as text, and are one turn of a user here"
+OTHER_TAGS = (
+    f"answers begin with a thought in other tags than {OPEN}, which is trained as a part of the answer"
+)
+LATER_BLOCK = f"answers hold a {OPEN} block after their beginning, which is not removed"
+RESULT = "<tool_response>"
+TAGS_TWICE = "turns of tools hold the tags that the chat template writes around them"
 RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
-RENDERING = 6
+RENDERING = 7
 """Goes up when records become other samples: caches hold them."""
 
 
@@ -68,8 +76,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self.mask_token_id = mask_token_id
         self.thinking, self.turns, self.left_out = thinking, turns, left_out
-        self._ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
-        self._special = re.compile("|".join(map(re.escape, self._ends)) or "(?!)")
+        special = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._ends = re.compile(rf"(?:(?:{self._special.pattern})\s*)+\Z")
         self._vanishing: dict[str, dict[Any, frozenset[int]]] = {}
         self._num_ids = num_token_ids(tokenizer)
         self._enable_thinking = False if thinking == "off" else None
@@ -103,7 +112,8 @@ class Encoder:
         response = self._response(response, origin)
         if self.use_chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            return self._conversation(turns, origin=origin)
+            sample = self._conversation(turns, origin=origin)
+            return replace(sample, notes=(*sample.notes, OPENED)) if opens_answer(prompt) else sample
         (prompt_ids,) = encode_bare(self.tokenizer, [prompt])
         return self._checked(Sample.from_pair(prompt_ids, self._with_eos(response), origin=origin))
 
@@ -113,7 +123,9 @@ class Encoder:
         token_ids = self._with_eos(text)
         if token_ids[: len(prefix)] == prefix:
             token_ids = token_ids[len(prefix) :]
-        return self._checked(Sample.from_pair(prefix, token_ids, origin=origin))
+        found = {SPECIAL: self._special.search(self._ends.sub("", text)), TRANSCRIPT: is_transcript(text)}
+        sample = Sample.from_pair(prefix, token_ids, origin=origin)
+        return self._checked(replace(sample, notes=tuple(note for note in found if found[note])))
 
     def messages(
         self,
@@ -258,20 +270,23 @@ class Encoder:
             notes.add(HISTORY if is_history else f"the chat template leaves out {piece.kind}")
         if self.date is not None:
             notes.add(f"the chat template writes the day's date, here always {self.date} (data.date)")
-        if any(self._writes_special(message) for message in messages):
-            notes.add(SPECIAL)
+        for message in messages:
+            notes |= self._notes(str(message["role"]), str(message.get("content") or ""), template)
         ids, flags = np.asarray(done.token_ids, dtype=np.int64), np.asarray(done.supervised, dtype=bool)
         return self._checked(
             Sample(token_ids=ids, supervised=flags, origin=origin, notes=tuple(sorted(notes)))
         )
 
-    def _writes_special(self, message: Message) -> bool:
-        """Return whether a message has the text of a special token, other than at the end of an answer."""
-        text = str(message.get("content") or "")
-        while message["role"] == "assistant" and text.rstrip().endswith(self._ends):
-            text = text.rstrip()
-            text = text[: -max(len(end) for end in self._ends if text.endswith(end))]
-        return self._special.search(text) is not None
+    def _notes(self, role: str, text: str, template: Template) -> set[str]:
+        """Return what is unusual about a turn. A special token at the end of an answer is not."""
+        is_answer = role == "assistant"
+        found = {
+            SPECIAL: self._special.search(self._ends.sub("", text) if is_answer else text),
+            OTHER_TAGS: is_answer and other_tag(text),
+            LATER_BLOCK: is_answer and self.thinking != "keep" and OPEN in text,
+            TAGS_TWICE: role == "tool" and text.lstrip().startswith(RESULT) and RESULT in template.text,
+        }
+        return {note for note, holds in found.items() if holds}
 
     def _turn(self, message: Mapping[str, Any], origin: str, *, is_target: bool = True) -> dict[str, Any]:
         """Return a message as the template gets it, which may add text to an empty content."""
@@ -298,14 +313,8 @@ class Encoder:
 
     def _with_eos(self, text: str) -> list[int]:
         """Return the ids of a text, which end in eos once, also where the text has it."""
-        eos, token_ids = self.tokenizer.eos_token_id, encode_text(self.tokenizer, text)
-        if eos in token_ids:
-            last = len(token_ids) - token_ids[::-1].index(eos)
-            if not plain_text(self.tokenizer, token_ids[last:]).strip():
-                token_ids = token_ids[:last]
-        while token_ids[-1:] == [eos]:
-            token_ids.pop()
-        return [*token_ids, eos]
+        text = re.sub(rf"(?:{re.escape(self.tokenizer.eos_token)}\s*)+\Z", "", text)
+        return [*encode_text(self.tokenizer, text), self.tokenizer.eos_token_id]
 
     def _checked(self, sample: Sample) -> Sample:
         if self.mask_token_id is not None and (sample.token_ids == self.mask_token_id).any():

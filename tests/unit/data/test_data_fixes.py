@@ -63,7 +63,11 @@ RECORDS: dict[str, tuple[Any, str, Any]] = {
     ),
     "another shape": ([GOOD, {"text": "b"}], "put each shape into a file of its own", [GOOD, GOOD]),
     "an open thought": (
-        {"prompt": "a", "response": "<think>b"}, "set data.thinking=keep", {"data.thinking": "keep"}
+        [GOOD, GOOD | {"response": "<think>b"}], "set data.on_bad_record=skip", {"data.on_bad_record": "skip"}
+    ),
+    "a thought in other tags": (
+        {"prompt": "a", "response": "<thought>b</thought>"}, "set data.thinking=keep",
+        {"data.thinking": "keep"},
     ),
     "an open thought, closed": (
         {"prompt": "a", "response": "<think>b"}, "close it", {"prompt": "a", "response": "<think>b</think>c"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -363,6 +364,9 @@ def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
 def test_only_a_leading_thought_with_an_end_is_removed() -> None:
     with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
         without_thinking("<think>and so on", origin="here")
+    for tag in ("<thinking>", "<|begin_of_thought|>", "<Think>", "\n<reasoning>"):
+        with pytest.raises(UserError, match=f"IDLM-0229.*{re.escape(tag.strip())}, and only <think>"):
+            without_thinking(f"{tag}and so on", origin="here")
 
 
 @pytest.mark.parametrize(

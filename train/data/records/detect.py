@@ -12,6 +12,7 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.text.thoughts import REASONING_KEYS
+from idlm.text.transcripts import is_transcript
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.parts import (
@@ -24,6 +25,7 @@ from idlm.train.data.records.parts import (
     is_mode,
     may_weigh,
     present,
+    shown,
     unusable,
 )
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
@@ -58,6 +60,12 @@ def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
             f"{origin} is a preference: it has the keys {sorted(record)}",
             fix="set data.shape=preference to train on the chosen answers alone, or write messages or "
             "prompt and response",
+        )
+    if fitting == ["text"] and is_transcript(str(record["text"])):
+        raise unusable(
+            f"{origin} has text={shown(record['text'])}, which holds the turns of a chat",
+            fix=f"write conversations as {SHAPES['messages'].example}, or set data.shape=text to train on "
+            "the words of users too",
         )
     return fitting[0]
 
@@ -165,12 +173,9 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
 def _may_be_turns(value: Any) -> bool:
     """Return whether a value is a list of texts, or of turns of which one is a user's."""
     items = value if isinstance(value, list) else []
-    roles = [item.get(key) for item in items if isinstance(item, dict) for key in ROLE_KEYS]
-    return bool(items) and (all(isinstance(item, str) for item in items) or any(map(_is_user, roles)))
-
-
-def _is_user(role: Any) -> bool:
-    return isinstance(role, str) and ROLES.get(role.strip().lower()) == "user"
+    roles = [str(item.get(key)) for item in items if isinstance(item, dict) for key in ROLE_KEYS]
+    has_user = any(ROLES.get(role.strip().lower()) == "user" for role in roles)
+    return bool(items) and (has_user or all(isinstance(item, str) for item in items))
 
 
 def _nearest(key: str, record: Record) -> tuple[float, str]:
