@@ -27,48 +27,80 @@ LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def key_of(b_logits, b_ids):
-    """int64 in the order of the logits (fp32; NaN is the least), lower ids first among equal ones."""
+def logits_of(p_row, o_token, num_tokens):
+    """fp32, in the order of candidates: NaN and what is outside the vocabulary last, -0 equal to 0."""
+    b_logits = tl.load(p_row + o_token, mask=o_token < num_tokens, other=float("-inf")).to(tl.float32)
     b_logits = tl.where(b_logits == b_logits, b_logits, float("-inf"))
-    # -0 and 0 are equal.
-    b_bits = tl.where(b_logits == 0, 0.0, b_logits).to(tl.int32, bitcast=True)
+    return tl.where(b_logits == 0, 0.0, b_logits)
+
+
+@triton.jit
+def key_of(b_logits, b_ids):
+    """int64 in the order of logits, lower ids first among equal ones."""
+    b_bits = b_logits.to(tl.int32, bitcast=True)
     b_order = tl.where(b_bits < 0, b_bits ^ SIGN, b_bits).to(tl.int64)
     return b_order * 4294967296 + (b_ids.to(tl.int64) ^ LOW_WORD)
 
 
 @triton.jit
-def tile_candidates_kernel(
-    p_logits, p_rows, p_parts, row_stride, num_tokens, num_tiles, TILE: tl.constexpr, K: tl.constexpr
-):
-    """Keys of the K largest logits of one tile of one row."""
-    i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
-    i_tile = tl.program_id(0) % num_tiles
-    row = tl.load(p_rows + i_row).to(tl.int64)
-    if row >= 0:
-        o_token = i_tile * TILE + tl.arange(0, TILE)
-        b_logits = tl.load(p_logits + row * row_stride + o_token, mask=o_token < num_tokens, other=0.0)
-        b_key = tl.where(o_token < num_tokens, key_of(b_logits.to(tl.float32), o_token), NO_KEY)
-        p_out = p_parts + (i_row * num_tiles + i_tile) * K
-        for i in range(K):
-            largest = tl.max(b_key, 0)
-            tl.store(p_out + i, largest)
-            b_key = tl.where(b_key == largest, NO_KEY, b_key)
+def id_of(b_key):
+    return (b_key & LOW_WORD) ^ LOW_WORD
 
 
 @triton.jit
-def merge_candidates_kernel(p_parts, p_rows, found, num_parts, PARTS: tl.constexpr, K: tl.constexpr):
-    """The K largest keys of all tiles of one row, as ids and logits."""
+def group_largest_kernel(
+    p_logits,
+    p_rows,
+    p_largest,
+    row_stride,
+    num_tokens,
+    num_groups,
+    num_tiles,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Key of the largest logit of each of GROUPS groups of one row."""
+    i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
+    row = tl.load(p_rows + i_row).to(tl.int64)
+    if row >= 0:
+        o_group = tl.program_id(0) % num_tiles * GROUPS + tl.arange(0, GROUPS)
+        o_token = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        b_logits = logits_of(p_logits + row * row_stride, o_token, num_tokens)
+        b_largest = tl.max(b_logits, 1)
+        b_id = tl.min(tl.where(b_logits == b_largest[:, None], o_token, 0x7FFFFFFF), 1)
+        p_out = p_largest + i_row * num_groups + o_group
+        tl.store(p_out, key_of(b_largest, b_id), mask=o_group < num_groups)
+
+
+@triton.jit
+def candidates_kernel(
+    p_logits,
+    p_rows,
+    p_largest,
+    found,
+    row_stride,
+    num_tokens,
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The K largest logits of one row, which are in the K groups with the largest maxima, and their ids."""
     i_row = tl.program_id(0).to(tl.int64)
-    if tl.load(p_rows + i_row) >= 0:
-        o_part = tl.arange(0, PARTS)
-        b_key = tl.load(p_parts + i_row * num_parts + o_part, mask=o_part < num_parts, other=NO_KEY)
-        for i in range(K):
-            largest = tl.max(b_key, 0)
-            order = (largest >> 32).to(tl.int32)
-            bits = tl.where(order < 0, order ^ SIGN, order)
-            tl.store(found.ids_MK + i_row * K + i, (largest & LOW_WORD) ^ LOW_WORD)
-            tl.store(found.logits_MK + i_row * K + i, bits.to(tl.float32, bitcast=True))
-            b_key = tl.where(b_key == largest, NO_KEY, b_key)
+    row = tl.load(p_rows + i_row).to(tl.int64)
+    if row >= 0:
+        o_group = tl.arange(0, GROUPS)
+        p_own = p_largest + i_row * num_groups + o_group
+        b_largest = tl.topk(tl.load(p_own, mask=o_group < num_groups, other=NO_KEY), K)
+        o_token = id_of(b_largest)[:, None] // GROUP * GROUP + tl.arange(0, GROUP)[None, :]
+        b_logits = logits_of(p_logits + row * row_stride, o_token, num_tokens)
+        b_key = tl.where(o_token < num_tokens, key_of(b_logits, o_token), NO_KEY)
+        b_found = tl.topk(b_key.reshape(K * GROUP), K)
+        b_order = (b_found >> 32).to(tl.int32)
+        b_bits = tl.where(b_order < 0, b_order ^ SIGN, b_order)
+        p_out = i_row * K + tl.arange(0, K)
+        tl.store(found.ids_MK + p_out, id_of(b_found))
+        tl.store(found.logits_MK + p_out, b_bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -117,20 +149,25 @@ def largest_of(b_scores, row_largest, is_kept):
 
 @triton.jit
 def rest_kernel(
+    scored,
     candidates,
     store,
     settings,
     p_rows,
     p_lanes,
+    p_products,
     num_tokens,
     num_chunks,
     num_drafts,
+    width,
     FILTERS: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Take the candidates of one draft out of its stored row, and the other tokens unless they stay."""
+    """Take the candidates of one draft out of its stored row, and the other tokens unless they stay; multiply
+    the candidates' rows of B by the draft's projection."""
     i_draft = tl.program_id(0).to(tl.int64)
     if tl.load(p_rows + i_draft) >= 0:
         lane = tl.load(p_lanes + i_draft // num_drafts).to(tl.int64)
@@ -138,11 +175,19 @@ def rest_kernel(
         is_kept = keeps_rest(settings, lane, num_tokens, FILTERS)
         o_index, o_chunk = tl.arange(0, K), tl.arange(0, CHUNKS)
         b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
+        o_width = tl.arange(0, WIDTH)
+        p_projected = scored.projected_MW + i_draft * width + o_width
+        b_projected = tl.load(p_projected, mask=o_width < width, other=0.0).to(tl.float32)
+        p_table = scored.candidate_VW + b_id[:, None] * width + o_width[None, :]
+        b_product = tl.load(p_table, mask=o_width[None, :] < width, other=0.0).to(tl.float32)
+        b_product *= b_projected[None, :]
+        p_product = p_products + (i_draft * K + o_index[:, None]) * WIDTH + o_width[None, :]
+        tl.store(p_product, b_product)
         b_own = b_id // CHUNK
         p_masses, p_row = store.masses_ZJC + slot * num_chunks, store.logits_ZJV + slot * num_tokens
         # A chunk without mass was not copied.
         b_has_rest = (tl.load(p_masses + b_own) > 0) & is_kept
-        o_token = b_own[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        o_token = (b_own * CHUNK).to(tl.int32)[:, None] + tl.arange(0, CHUNK)[None, :]
         m_token = o_token < num_tokens
         b_rest = tl.load(p_row + o_token, mask=m_token & b_has_rest[:, None], other=float("-inf"))
         for i in range(K):
@@ -155,8 +200,12 @@ def rest_kernel(
         if ~is_kept:
             tl.store(p_masses + o_chunk, tl.zeros([CHUNKS], tl.float32), mask=o_chunk < num_chunks)
             tl.debug_barrier()
-        tl.store(p_row + o_token, b_rest, mask=m_token)
+        # The other logits are in place.
+        tl.store(p_row + o_token, b_rest, mask=m_token & (b_rest == float("-inf")))
         tl.store(p_masses + b_own, b_mass)
+        tl.debug_barrier()
+        b_mass = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0)
+        tl.store(p_numbers + MASS, tl.sum(b_mass.to(tl.float64), 0))
 
 
 @triton.jit
@@ -170,6 +219,7 @@ def walk_kernel(
     p_uniforms,
     p_drafts,
     p_scores,
+    p_products,
     uniform_stride,
     num_tokens,
     num_chunks,
@@ -186,42 +236,41 @@ def walk_kernel(
     lane = tl.load(p_lanes + i_sequence).to(tl.int64)
     scale = scale_of(tl.load(settings[0] + lane))
     is_kept = keeps_rest(settings, lane, num_tokens, FILTERS)
-    o_width, o_index, o_chunk = tl.arange(0, WIDTH), tl.arange(0, K), tl.arange(0, CHUNKS)
-    m_width = o_width < width
+    o_width, o_index = tl.arange(0, WIDTH), tl.arange(0, K)
+    o_product = o_index[:, None] * WIDTH + o_width[None, :]
     previous = tl.load(scored.anchors_B + i_sequence)
     for j in range(num_drafts):
-        i_draft = i_sequence * num_drafts + j
-        if tl.load(p_rows + i_draft) >= 0:
+        # What does not depend on the draft before this one is loaded with its row of A, for rows -1 too.
+        i_draft, slot = i_sequence * num_drafts + j, lane * num_drafts + j
+        row = tl.load(p_rows + i_draft)
+        b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
+        b_logits = tl.load(candidates.logits_MK + i_draft * K + o_index)
+        b_product = tl.load(p_products + i_draft * (K * WIDTH) + o_product)
+        p_numbers = store.numbers_ZJF + slot * NUM_NUMBERS
+        row_largest, row_mass = tl.load(p_numbers + MAX).to(tl.float32), tl.load(p_numbers + MASS)
+        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + j)
+        p_previous = scored.previous_VW + previous * width + o_width
+        b_previous = tl.load(p_previous, mask=o_width < width, other=0.0).to(tl.float32)
+        if row >= 0:
             # 1. Scores of the candidates after the draft before them.
-            b_id = tl.load(candidates.ids_MK + i_draft * K + o_index)
-            b_logits = tl.load(candidates.logits_MK + i_draft * K + o_index)
-            p_projected = scored.projected_MW + i_draft * width + o_width
-            b_query = tl.load(p_projected, mask=m_width, other=0.0).to(tl.float32)
-            p_previous = scored.previous_VW + previous * width + o_width
-            b_query *= tl.load(p_previous, mask=m_width, other=0.0).to(tl.float32)
-            p_table = scored.candidate_VW + b_id[:, None] * width + o_width[None, :]
-            b_table = tl.load(p_table, mask=m_width[None, :], other=0.0).to(tl.float32)
-            b_scores = b_logits + tl.sum(b_table * b_query[None, :], 1)
+            b_scores = b_logits + tl.sum(b_product * b_previous[None, :], 1)
             b_scores = b_scores.to(store.logits_ZJV.dtype.element_ty).to(tl.float32)
             if ~is_kept:
                 b_scores = kept_scores(b_scores, scale, settings, lane, FILTERS, K)
             tl.store(p_scores + i_draft * K + o_index, b_scores)
             # 2. Weights of the candidates and of the rest, relative to the largest of all.
-            slot = lane * num_drafts + j
-            p_numbers, p_masses = store.numbers_ZJF + slot * NUM_NUMBERS, store.masses_ZJC + slot * num_chunks
-            row_largest = tl.load(p_numbers + MAX).to(tl.float32)
             largest = largest_of(b_scores, row_largest, is_kept)
             b_weight = weight(b_scores, largest, scale)
             own = tl.sum(b_weight.to(tl.float64), 0)
-            b_mass = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0).to(tl.float64)
-            rest = tl.sum(b_mass, 0) * weight(row_largest, largest, scale)
+            rest = row_mass * weight(row_largest, largest, scale)
             # 3. The draft: a candidate, or else one of the other tokens.
-            target = tl.load(p_uniforms + i_sequence * uniform_stride + j) * (own + rest)
+            target = uniform * (own + rest)
             if (target < own) | (rest <= 0):
                 chosen = pick_few(b_weight, target.to(tl.float32), K)
                 previous = tl.sum(tl.where(o_index == chosen, b_id, 0), 0)
             else:
-                p_row, uniform = store.logits_ZJV + slot * num_tokens, (target - own) / rest
+                p_row, p_masses = store.logits_ZJV + slot * num_tokens, store.masses_ZJC + slot * num_chunks
+                uniform = (target - own) / rest
                 previous = draw_token(
                     p_row, p_numbers, p_masses, uniform, num_tokens, num_chunks, CHUNK, CHUNKS
                 ).to(tl.int64)

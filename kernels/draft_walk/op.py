@@ -16,8 +16,11 @@ from idlm.kernels.sampling.draws import invert
 from idlm.kernels.sampling.probs import plain_row_probs
 from idlm.kernels.sampling.types import TUNING, ChunkShape, PlainDraftProbs, Tuning
 
-TILE = 4096
-"""Tokens of which one program selects the K likeliest."""
+GROUP = 128
+"""Tokens of which one program selects the likeliest; near the square root of V / K, which makes both launches
+of `top_candidates` short."""
+TILE = 32
+"""Groups of one program."""
 SMALLEST = torch.finfo(torch.float64).tiny
 
 
@@ -49,23 +52,22 @@ def top_candidates(logits_XV: Tensor, rows_M: Tensor, num: int) -> Candidates:
 
     from idlm.kernels.draft_walk import kernel
 
-    tile = min(TILE, triton.next_power_of_2(num_tokens))
-    num_tiles = triton.cdiv(num_tokens, tile)
-    parts_MTK = torch.empty(num_rows, num_tiles, num, dtype=torch.int64, device=logits_XV.device)
+    num_groups = triton.cdiv(num_tokens, GROUP)
+    num_tiles = triton.cdiv(num_groups, TILE)
+    largest_MG = torch.empty(num_rows, num_groups, dtype=torch.int64, device=logits_XV.device)
     ids_MK = torch.empty(num_rows, num, dtype=torch.int64, device=logits_XV.device)
     found = Candidates(ids_MK, torch.empty_like(ids_MK, dtype=torch.float32))
+    sizes = (logits_XV.stride(0), num_tokens, num_groups)
     if num_rows:
-        kernel.tile_candidates_kernel[(num_rows * num_tiles,)](
-            *(logits_XV, rows_M, parts_MTK, logits_XV.stride(0), num_tokens, num_tiles),
-            TILE=tile,
-            K=num,
-            num_warps=4,
+        kernel.group_largest_kernel[(num_rows * num_tiles,)](
+            *(logits_XV, rows_M, largest_MG, *sizes, num_tiles), GROUP=GROUP, GROUPS=TILE, num_warps=4
         )
-        kernel.merge_candidates_kernel[(num_rows,)](
-            *(parts_MTK, rows_M, found, num_tiles * num),
-            PARTS=triton.next_power_of_2(num_tiles * num),
+        kernel.candidates_kernel[(num_rows,)](
+            *(logits_XV, rows_M, largest_MG, found, *sizes),
+            GROUP=GROUP,
+            GROUPS=max(triton.next_power_of_2(num_groups), num),
             K=num,
-            num_warps=4,
+            num_warps=8,
         )
     return found
 
@@ -102,19 +104,34 @@ def walk(
     `settings` per lane and `filters`: as of `row_probs`. A lane without filters whose temperature is not 0
     keeps the tokens that are no candidates; the settings of the others apply to the scores of the candidates
     alone. The distribution is of the scores as the store keeps them."""
-    num_sequences, num_drafts = rows_BJ.shape
     if isinstance(store, PlainDraftProbs):
         _plain_walk(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, filters)
         return
     assert isinstance(store, DraftProbs) and drafts_ZJ.is_contiguous(), f"{type(store)=}"
+    if rows_BJ.numel():
+        inputs = (candidates, store, settings, rows_BJ, lanes_B)
+        _launch(scored, inputs, (uniforms_BJ, drafts_ZJ), filters=filters, tuning=tuning)
+
+
+def _launch(
+    scored: Walk,
+    inputs: tuple[Candidates, DraftProbs, tuple[Tensor, ...], Tensor, Tensor],
+    drawn: tuple[Tensor, Tensor],
+    *,
+    filters: bool,
+    tuning: Tuning,
+) -> None:
+    """The three launches of `walk`; `drawn`: its numbers and its drafts."""
     import triton
 
     from idlm.kernels.draft_walk import kernel
 
+    candidates, store, _, rows_BJ, _ = inputs
+    num_sequences, num_drafts = rows_BJ.shape
     num_tokens, width = store.logits_ZJV.shape[2], scored.previous_VW.shape[1]
-    shape, scores_MK = ChunkShape(num_tokens, tuning), torch.empty_like(candidates.logits_MK)
-    if not num_sequences * num_drafts:
-        return
+    shape, padded = ChunkShape(num_tokens, tuning), triton.next_power_of_2(width)
+    scores_MK = torch.empty_like(candidates.logits_MK)
+    products_MKW = scores_MK.new_empty(*scores_MK.shape, padded)
     sizes = (num_tokens, shape.num_chunks, num_drafts)
     constants = {
         "FILTERS": filters,
@@ -123,19 +140,18 @@ def walk(
         "CHUNKS": shape.chunks,
     }
     kernel.rest_kernel[(num_sequences * num_drafts,)](
-        *(candidates, store, settings, rows_BJ, lanes_B, *sizes), **constants, num_warps=4
+        scored, *inputs, products_MKW, *sizes, width, WIDTH=padded, **constants, num_warps=8
     )
     kernel.walk_kernel[(num_sequences,)](
-        *(scored, candidates, store, settings, rows_BJ, lanes_B, uniforms_BJ, drafts_ZJ, scores_MK),
-        *(uniforms_BJ.stride(0), *sizes, width),
-        WIDTH=triton.next_power_of_2(width),
+        *(scored, *inputs, *drawn, scores_MK, products_MKW, drawn[0].stride(0), *sizes, width),
+        WIDTH=padded,
         **constants,
         num_warps=4,
         # Scores are compared with their own copies in other lanes.
         **backend.rounds_as_written(),
     )
     kernel.put_scores_kernel[(num_sequences * num_drafts,)](
-        *(candidates, store, settings, rows_BJ, lanes_B, scores_MK, *sizes), **constants, num_warps=4
+        *inputs, scores_MK, *sizes, **constants, num_warps=4
     )
 
 

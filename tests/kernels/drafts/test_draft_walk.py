@@ -67,7 +67,7 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
             )
 
     found = compiled_launches(launch)
-    names = {"tile_candidates", "merge_candidates", "rest", "walk", "put_scores"}
+    names = {"group_largest", "candidates", "rest", "walk", "put_scores"}
     assert {name.removesuffix("_kernel") for name, _ in found} == names
     assert all(compiled.spilled_bytes == 0 for _, compiled in found)
     for _, compiled in found:

@@ -22,7 +22,8 @@ def test_walks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts and what is stored; draws from the store follow it."""
     from idlm.kernels.draft_walk import op
 
-    monkeypatch.setattr(op, "TILE", 128)
+    monkeypatch.setattr(op, "GROUP", 8)
+    monkeypatch.setattr(op, "TILE", 4)
     case = Case(seed, "cpu", tuning=Tuning(chunk=32), width=24 + 8 * (seed % 2))
     found = case.candidates()
     for m, row in enumerate(case.rows_BJ.flatten().tolist()):
