@@ -14,6 +14,7 @@ from idlm.infer.structured import grammar as budget
 from idlm.infer.structured.grammar import GrammarCompiler
 from tests.contracts.engines import build_engine
 from tests.contracts.structured.test_structured import toy
+from tests.errors import refused
 
 __all__ = ["toy"]
 
@@ -46,9 +47,7 @@ def test_a_refused_constraint_keeps_no_matcher(
     compiler = build_engine(toy, "ar")._parts.grammars()
     wrong, errors = Constraint(kind="regex", text="a"), list[UserError]()
     for _ in range(2):
-        with pytest.raises(UserError, match="IDLM-0474.*too large") as caught:
-            compiler.grammar(wrong)
-        errors.append(caught.value)
+        errors.append(refused("IDLM-0474.*too large", compiler.grammar, wrong))
     assert len(made) == 1 and made[0]() is None
     assert errors[0] is not errors[1]
 
@@ -58,8 +57,7 @@ def test_the_work_of_a_lexer_is_bounded(toy: Path, monkeypatch: pytest.MonkeyPat
     words = Constraint(kind="regex", text=r"(\w{1,30}[ ,.]){1,2000}")
     assert build_engine(toy, "ar")._parts.grammars().grammar(words).problem is None
     monkeypatch.setattr(budget, "LEXER_WORK", (1000, 500))
-    with pytest.raises(UserError, match="IDLM-0474.*lexer"):
-        build_engine(toy, "ar")._parts.grammars().grammar(words)
+    refused("IDLM-0474.*lexer", build_engine(toy, "ar")._parts.grammars().grammar, words)
 
 
 def test_slow_masks_have_one_budget_that_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +114,7 @@ def test_a_grammar_that_used_the_budget_up_is_refused_when_it_comes_again(toy: P
     answers = [compiler.grammar(slow) for _ in range(2)]
     answers[0].charge(2 * budget.SLOW_MASKS)
     assert all(one.problem == budget.TOO_SLOW for one in answers)
-    with pytest.raises(UserError, match="IDLM-0474.*too ambiguous"):
-        compiler.grammar(slow)
+    refused("IDLM-0474.*too ambiguous", compiler.grammar, slow)
     assert compiler.grammar(other).problem is None
 
 
@@ -128,9 +125,7 @@ def test_a_refusal_for_its_time_is_for_a_while(toy: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(budget.Budget, "take", lambda self, seconds: False)
         patch.setattr(budget.Grammar, "mask_seconds", lambda self: 2 * budget.OWN_SECONDS)
-        with pytest.raises(UserError, match="IDLM-0474"):
-            compiler.grammar(one)
-    with pytest.raises(UserError, match="IDLM-0474"):
-        compiler.grammar(one)
+        refused("IDLM-0474", compiler.grammar, one)
+    refused("IDLM-0474", compiler.grammar, one)
     compiler._cost(one)._until = 0.0
     assert compiler.grammar(one).problem is None

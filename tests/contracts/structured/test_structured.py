@@ -20,6 +20,7 @@ from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.semantics import Semantics
 from tests.contracts.engines import answers, assert_idle, build_engine, drain
+from tests.errors import refused
 from tests.toy import write_spelling_toy, write_toy_checkpoint
 
 VOCAB, EOS_ID = 335, 2
@@ -282,8 +283,7 @@ def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.
         compiler.begin(Constraint(kind="regex", text=f"x{number}"))
     assert compiler.grammar(DIGITS).push([]) and compiled.count(DIGITS) == 1
     for _ in range(2):
-        with pytest.raises(UserError, match="IDLM-0474"):
-            compiler.grammar(wrong)
+        refused("IDLM-0474", compiler.grammar, wrong)
     assert compiled.count(wrong) <= 2
 
 
@@ -317,8 +317,7 @@ def _lettered(directory: Path) -> Engine:
     ],
 )
 def test_what_is_no_constraint_is_refused(given: Any) -> None:
-    with pytest.raises(UserError, match="IDLM-0474"):
-        SamplingParams(constraint=given)
+    refused("IDLM-0474", SamplingParams, constraint=given)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +350,7 @@ def test_checkpoints_decoders_and_installations_that_cannot(
 ) -> None:
     params = SamplingParams(constraint=DIGITS)
     write_toy_checkpoint(tmp_path / "bare")
-    with pytest.raises(UserError, match="IDLM-0475.*no tokenizer"):
-        build_engine(tmp_path / "bare", "ar").generate([[1]], params)
+    refused("IDLM-0475.*no tokenizer", build_engine(tmp_path / "bare", "ar").generate, [[1]], params)
     write_toy_checkpoint(tmp_path / "block")
     Semantics(mask_token_id=47, causality="block", block_size=4, logit_shift=False).save(tmp_path / "block")
     with pytest.raises(UserError, match="IDLM-0477.*decoder block"):

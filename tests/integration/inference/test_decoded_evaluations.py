@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from idlm.config.compose import compose
-from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train import cli, sampler
 from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.progress import EVALUATION, read_metrics
 from idlm.train.report import Measurement, Sampler, SampleReport
+from tests.errors import refused
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import write_tiny_base
 
@@ -103,5 +103,4 @@ def test_a_condition_that_cannot_be_asked_is_refused(
     base: Path, tmp_path: Path, stop_if: str, changes: dict[str, str], expected: str
 ) -> None:
     words = arguments(base, tmp_path / "out", **DECODED | changes | {"eval.stop_if": stop_if})
-    with pytest.raises(UserError, match=expected):
-        check_config(compose("train", TrainConfig, words))
+    refused(expected, check_config, compose("train", TrainConfig, words))

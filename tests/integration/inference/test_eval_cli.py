@@ -19,6 +19,7 @@ from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from tests.contracts.engines import wanted_of
+from tests.errors import refused
 from tests.integration.inference.command_lines import (
     ISD,
     MODEL,
@@ -185,7 +186,5 @@ def test_mistakes_are_found_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, code: str, arguments: list[str], words: str
 ) -> None:
     monkeypatch.setattr(Engine, "from_pretrained", None)
-    with pytest.raises(UserError) as caught:
-        run_evaluation([*BASE, *arguments])
-    assert caught.value.code == code
-    assert words in caught.value.message
+    error = refused(code, run_evaluation, [*BASE, *arguments])
+    assert words in error.message

@@ -16,6 +16,7 @@ from idlm.infer.evaluation.benchmarks.code import CodeTask
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
 from idlm.infer.evaluation.sandbox import Program, ProgramOutcome, Sandbox
+from tests.errors import refused
 from tests.integration.inference.command_lines import MODEL, read_lines
 
 GSM8K = {"question": "Two and two?", "answer": "2+2=4\n#### 1,004"}
@@ -111,8 +112,7 @@ def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
     other = _task(tmp_path, "mbpp", older)
     assert isinstance(task, CodeTask) and isinstance(other, CodeTask)
     assert task.program(task.records[0], "") == other.program(other.records[0], "")
-    with pytest.raises(UserError, match="holds no problem"):
-        _task(tmp_path, "mbpp", {**MBPP, "task_id": 7})
+    refused("holds no problem", _task, tmp_path, "mbpp", {**MBPP, "task_id": 7})
 
 
 def test_code_runs_only_when_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,9 @@ def test_files_that_are_not_the_tasks(
     path = tmp_path / "problems.jsonl"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as caught:
-        run_evaluation([*MODEL, "task=gsm8k", f"data={path}"])
-    assert caught.value.code == code
-    assert all(word in caught.value.message for word in words), caught.value.message
-    assert "gsm8k" in caught.value.fix or code == "IDLM-0482"
+    error = refused(code, run_evaluation, [*MODEL, "task=gsm8k", f"data={path}"])
+    assert all(word in error.message for word in words), error.message
+    assert "gsm8k" in error.fix or code == "IDLM-0482"
 
 
 @pytest.mark.parametrize(
@@ -182,10 +180,8 @@ def test_mistakes_are_found_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(Engine, "from_pretrained", None)
     given = [argument.replace("FILE", _file(tmp_path, GSM8K)) for argument in arguments]
-    with pytest.raises(UserError) as caught:
-        run_evaluation([*MODEL, *given])
-    assert caught.value.code == code
-    assert words in caught.value.message
+    error = refused(code, run_evaluation, [*MODEL, *given])
+    assert words in error.message
 
 
 def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

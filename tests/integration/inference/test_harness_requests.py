@@ -18,6 +18,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.lm_eval_run import ArmResult, scores_of, table
 from idlm.infer.evaluation.requests import DEFAULT_MAX_TOKENS, EngineRequests
+from tests.errors import refused
 from tests.integration.inference.command_lines import ISD, MODEL, PROMPTS, read_lines, reference
 from tests.margins import assert_gap
 
@@ -159,10 +160,8 @@ def test_lm_eval_refusals(
     monkeypatch.setattr(Engine, "from_pretrained", None)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError) as caught:
-        run_evaluation([*MODEL, "harness=lm_eval", f"task={task}", f"data={data}"])
-    assert caught.value.code == "IDLM-0487"
-    assert words in caught.value.message
+    error = refused("IDLM-0487", run_evaluation, [*MODEL, "harness=lm_eval", f"task={task}", f"data={data}"])
+    assert words in error.message
 
 
 @needs_lm_eval

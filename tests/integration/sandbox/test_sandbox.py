@@ -20,6 +20,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.infer.evaluation import sandbox as module
 from idlm.infer.evaluation.sandbox import Program, ProgramLimits, ProgramOutcome, Sandbox
+from tests.errors import refused
 from tests.integration.sandbox import escapes, escapes_inside
 
 PARTS = (escapes, escapes_inside)
@@ -275,8 +276,7 @@ def test_systems_that_it_does_not_know_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
 ) -> None:
     monkeypatch.setattr(platform, name, lambda: value)
-    with pytest.raises(UserError, match=f"IDLM-0480: .*{words}"):
-        Sandbox()
+    refused(f"IDLM-0480: .*{words}", Sandbox)
 
 
 def test_where_the_kernel_refuses_no_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

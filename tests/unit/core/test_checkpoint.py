@@ -16,6 +16,7 @@ import idlm.publish as publishing
 from idlm.checkpoint import MANIFEST, manifest_text, read_json, recover, verify
 from idlm.errors import UserError
 from idlm.publish import publish
+from tests.errors import refused
 
 FAULT_POINTS = ("mkdir", "open", "fsync", "rename", "link")
 OLD, NEW = (
@@ -184,8 +185,7 @@ def test_disks_and_parents_that_refuse_are_user_errors(tmp_path: Path) -> None:
         raise RuntimeError("something else")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="IDLM-0301"):
-        save(tmp_path / "file" / "model", NEW)
+    refused("IDLM-0301", save, tmp_path / "file" / "model", NEW)
 
 
 def test_other_files_of_the_folder_are_never_overwritten(tmp_path: Path) -> None:
@@ -201,10 +201,8 @@ def test_other_files_of_the_folder_are_never_overwritten(tmp_path: Path) -> None
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     write(foreign, NEW)
-    with pytest.raises(UserError, match=r"would overwrite.*model\.bin"):
-        save(foreign, NEW)
-    with pytest.raises(UserError, match="would overwrite"):
-        save(foreign / "model.bin", NEW)
+    refused(r"would overwrite.*model\.bin", save, foreign, NEW)
+    refused("would overwrite", save, foreign / "model.bin", NEW)
     assert content_of(target) == NEW | {"notes.txt": "mine", "state/step.json": "{}"}
 
 
@@ -216,13 +214,11 @@ def test_every_flipped_bit_and_every_truncation_is_refused(tmp_path: Path) -> No
         flipped = (good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :] for i in range(len(good)))
         for bad in (*flipped, good[:-1], b"", good + b"x"):
             path.write_bytes(bad)
-            with pytest.raises(UserError, match=r"IDLM-030[23]") as caught:
-                verify(target)
-            assert str(path) in caught.value.message, f"{bad=} must name the file"
+            error = refused(r"IDLM-030[23]", verify, target)
+            assert str(path) in error.message, f"{bad=} must name the file"
         path.unlink()
-        with pytest.raises(UserError, match="missing") as caught:
-            verify(target)
-        assert str(path) in caught.value.message
+        error = refused("missing", verify, target)
+        assert str(path) in error.message
         path.write_bytes(good)
     verify(target)
 
@@ -235,9 +231,8 @@ def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -
     save(target, {"a.bin": "abc"})
     files = json.loads((target / MANIFEST).read_text())["files"]
     (target / MANIFEST).write_text(manifest_text(files | {name: files["a.bin"]}))
-    with pytest.raises(UserError, match="not a plain path") as caught:
-        verify(target)
-    assert caught.value.code == "IDLM-0302"
+    error = refused("not a plain path", verify, target)
+    assert error.code == "IDLM-0302"
 
 
 @pytest.mark.parametrize("victim", ["a.bin", "sub", MANIFEST])
@@ -246,8 +241,7 @@ def test_symbolic_links_are_refused(tmp_path: Path, victim: str) -> None:
     save(target, {"a.bin": "abc", "sub/b.json": "{}"})
     shutil.move(target / victim, tmp_path / "elsewhere")
     (target / victim).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="symbolic link"):
-        verify(target)
+    refused("symbolic link", verify, target)
 
 
 def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:
@@ -260,10 +254,8 @@ def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:
 
 def test_missing_manifest_or_directory(tmp_path: Path) -> None:
     recover(tmp_path / "nothing")
-    with pytest.raises(UserError, match="IDLM-0307"):
-        verify(tmp_path / "nothing", required=False)
-    with pytest.raises(UserError, match="IDLM-0302"):
-        verify(tmp_path)
+    refused("IDLM-0307", verify, tmp_path / "nothing", required=False)
+    refused("IDLM-0302", verify, tmp_path)
     verify(tmp_path, required=False)
 
 
@@ -280,8 +272,7 @@ def test_missing_manifest_or_directory(tmp_path: Path) -> None:
 def test_read_json_names_file_line_and_reason(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=expected) as caught:
-        read_json(path)
-    assert caught.value.code == "IDLM-0303" and str(path) in caught.value.message
+    error = refused(expected, read_json, path)
+    assert error.code == "IDLM-0303" and str(path) in error.message
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}

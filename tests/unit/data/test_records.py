@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.files.records import without_nulls
 from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, samples_of, wanted_columns
+from tests.errors import refused
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = [USER, ANSWER]
@@ -55,10 +55,7 @@ def read(record: dict[str, Any], shape: str = "auto") -> dict[str, Any]:
 
 
 def refusal(record: dict[str, Any], shape: str = "auto") -> str:
-    with pytest.raises(UserError) as caught:
-        read(record, shape)
-    assert caught.value.fix
-    return str(caught.value)
+    return str(refused("IDLM-02", read, record, shape))
 
 
 SAME_CHATS: dict[str, Any] = {

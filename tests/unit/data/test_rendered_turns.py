@@ -18,6 +18,7 @@ from idlm.text.tokenizer import encode_messages
 from idlm.train.data.base import without_thinking
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
+from tests.errors import refused
 from tests.unit.data.template_forms import (
     FORMS,
     HEADERS_MARKED,
@@ -73,8 +74,7 @@ def test_a_thought_that_is_given_twice_is_trained_once(form: str) -> None:
     expected = ids(content="Yes it is", reasoning_content="WHY so")
     assert ids(content=THOUGHT, reasoning_content="WHY so\n") == expected
     assert ids(content=THOUGHT.removeprefix("<think>"), reasoning="WHY so") == expected
-    with pytest.raises(UserError, match="IDLM-0202: here.*another one"):
-        ids(content=THOUGHT, reasoning_content="so")
+    refused("IDLM-0202: here.*another one", ids, content=THOUGHT, reasoning_content="so")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("closed", "calls")])
@@ -109,9 +109,8 @@ def test_an_answer_without_a_thought_closes_an_opened_block_once(form: str) -> N
 def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works() -> None:
     tokenizer = form_tokenizer("closed")
     messages = [QUESTION, answer(content=THOUGHT)]
-    with pytest.raises(UserError, match=r"IDLM-0214.*no room") as caught:
-        sample_of(tokenizer, messages)
-    assert "data.thinking=strip" in caught.value.fix
+    error = refused(r"IDLM-0214.*no room", sample_of, tokenizer, messages)
+    assert "data.thinking=strip" in error.fix
     sample = sample_of(tokenizer, messages, thinking="strip")
     assert parts(tokenizer, sample)[1] == ["Yes it is" + END]
 
@@ -120,9 +119,8 @@ def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_w
 def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(form: str) -> None:
     tokenizer = form_tokenizer(form)
     messages = [QUESTION, answer(content="<think>\nONE\n</think>\n\nYes"), QUESTION, answer(content=THOUGHT)]
-    with pytest.raises(UserError, match="IDLM-0214") as caught:
-        sample_of(tokenizer, messages)
-    assert "data.turns=each" in caught.value.fix and "data.turns=last" in caught.value.fix
+    error = refused("IDLM-0214", sample_of, tokenizer, messages)
+    assert "data.turns=each" in error.fix and "data.turns=last" in error.fix
     first, second = encoder_of(tokenizer, turns="each").messages(messages, origin="here")
     assert "ONE" in tokenizer.decode(first.token_ids[first.supervised]) and not [
         note for note in first.notes if "earlier" in note
@@ -157,9 +155,8 @@ def test_turns_that_are_rendered_otherwise_once_they_are_answered_are_trained_as
         f" {fields['content']}{END}" if "content" in fields else f"[C] {json.dumps(CALL['function'])}{END}"
     )
     messages = [*history, answer(**fields), QUESTION, answer(content="No")]
-    with pytest.raises(UserError, match=r"IDLM-0214") as caught:
-        sample_of(tokenizer, messages)
-    assert "data.turns=each" in caught.value.fix
+    error = refused(r"IDLM-0214", sample_of, tokenizer, messages)
+    assert "data.turns=each" in error.fix
     assert len(encoder_of(tokenizer, turns="each").messages(messages, origin="here")) == 2
 
 
@@ -235,8 +232,7 @@ def test_a_last_thought_that_the_template_leaves_out_follows_earlier_answers() -
     sample = sample_of(tokenizer, [QUESTION, answer(content="No"), QUESTION, last, QUESTION])
     assert parts(tokenizer, sample)[1] == [f"No{END}", THOUGHT + END]
     assert TRAILING in sample.notes
-    with pytest.raises(UserError, match="IDLM-0214.*message 1"):
-        sample_of(tokenizer, [QUESTION, last, QUESTION, last])
+    refused("IDLM-0214.*message 1", sample_of, tokenizer, [QUESTION, last, QUESTION, last])
 
 
 def test_a_thought_follows_what_the_template_writes_before_an_answer() -> None:
@@ -251,11 +247,10 @@ def test_a_turn_that_the_template_leaves_out_is_refused_by_name_or_counted(role:
     tokenizer = form_tokenizer("two roles")
     for text in ("a", "SECRET", "a text that is long enough to be told from any other"):
         messages = [{"role": role, "content": text}, QUESTION, answer(content="a")]
-        with pytest.raises(
-            UserError, match=rf"IDLM-0225.*here.*content of the {role} turn at message 0"
-        ) as caught:
-            sample_of(tokenizer, messages)
-        assert "data.left_out=accept" in caught.value.fix
+        error = refused(
+            rf"IDLM-0225.*here.*content of the {role} turn at message 0", sample_of, tokenizer, messages
+        )
+        assert "data.left_out=accept" in error.fix
         sample = sample_of(tokenizer, messages, left_out="accept")
         assert sample.notes == (f"the chat template leaves out content of {role} turns",)
 
@@ -298,15 +293,13 @@ TOOL = {"name": "zone", "description": "Looks up a time zone", "parameters": {"p
 def test_every_part_of_an_answer_is_looked_for(fields: dict[str, Any], lost: str) -> None:
     messages = [QUESTION, answer(**fields)]
     for form in ("last thought", "dropped"):
-        with pytest.raises(UserError, match=f"IDLM-0225.*{lost}"):
-            sample_of(form_tokenizer(form), messages)
+        refused(f"IDLM-0225.*{lost}", sample_of, form_tokenizer(form), messages)
     tokenizer = form_tokenizer("calls")
     sample = sample_of(tokenizer, messages, tools=[{"function": TOOL}])
     assert sample.notes == ()
     named = tokenizer_with(FORMS["calls"].replace("function |", "function.name |"))
     if "tool_calls" in fields:
-        with pytest.raises(UserError, match="IDLM-0225.*tool_calls"):
-            sample_of(named, messages)
+        refused("IDLM-0225.*tool_calls", sample_of, named, messages)
     with pytest.raises(UserError, match=r"IDLM-0225.*the tools.*zone"):
         sample_of(form_tokenizer("chatml"), [QUESTION, answer(content="zone")], tools=[{"function": TOOL}])
 
@@ -337,8 +330,7 @@ def test_calls_that_are_left_out_do_not_teach_empty_answers() -> None:
         (sample,) = encoder.messages(messages, origin="here")
         assert parts(tokenizer, sample)[1] == ["It is noon" + END]
         assert any("calls alone" in note for note in sample.notes)
-        with pytest.raises(UserError, match="IDLM-0204.*calls alone"):
-            encoder.messages(messages[:2], origin="here")
+        refused("IDLM-0204.*calls alone", encoder.messages, messages[:2], origin="here")
     spoken = [QUESTION, answer(content="I look", tool_calls=[CALL])]
     sample = sample_of(tokenizer, spoken, left_out="accept")
     assert parts(tokenizer, sample)[1] == ["I look" + END]
@@ -362,8 +354,7 @@ def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
 
 
 def test_only_a_leading_thought_with_an_end_is_removed() -> None:
-    with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
-        without_thinking("<think>and so on", origin="here")
+    refused(r"IDLM-0229.*here opens", without_thinking, "<think>and so on", origin="here")
     for tag in ("<thinking>", "<|begin_of_thought|>", "<Think>", "\n<reasoning>"):
         with pytest.raises(UserError, match=f"IDLM-0229.*{re.escape(tag.strip())}, and only <think>"):
             without_thinking(f"{tag}and so on", origin="here")

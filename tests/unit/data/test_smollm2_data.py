@@ -11,8 +11,8 @@ import pytest
 
 from idlm.cli.command import USER_ERROR_STATUS
 from idlm.conf.recipe.smollm2_data import HEADER, headers, kept, loops, prompts, turns, write
-from idlm.errors import UserError
 from idlm.infer.clients.loads import load_prompts
+from tests.errors import refused
 
 
 def record(
@@ -84,8 +84,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert write(["kept", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "\u00e4"
     assert write(["prompts", str(path)]) == USER_ERROR_STATUS
-    with pytest.raises(UserError, match="IDLM-0624"):
-        write(["prompts", str(path), str(path), "sampled=two"])
+    refused("IDLM-0624", write, ["prompts", str(path), str(path), "sampled=two"])
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,7 @@ def test_a_file_of_other_lines_is_refused(tmp_path: Path, content: str | None, f
     path = tmp_path / "answers.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match=f"IDLM-0625.*{found}"):
-        write(["prompts", str(path), str(path)])
+    refused(f"IDLM-0625.*{found}", write, ["prompts", str(path), str(path)])
 
 
 def test_the_bundled_turns_are_prompts_and_none_of_them_is_held_out(tmp_path: Path) -> None:

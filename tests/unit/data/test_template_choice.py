@@ -21,6 +21,7 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES, make_encoder
 from idlm.train.data.encoder import RETOKENISED, Encoder
 from idlm.train.prepare import DATA_FILE, remember_data, run_date
+from tests.errors import refused
 from tests.small_tokenizers import save_byte_fallback, save_byte_level
 from tests.unit.conversations import render_conversation
 from tests.unit.data.template_forms import FORMS, NOT_CLOSED, form_tokenizer, save_tokenizer, tokenizer_with
@@ -136,9 +137,8 @@ def test_a_record_that_was_answered_on_another_day_is_refused_with_the_cause(tmp
         "finish_reason": "stop",
         "num_prompt_tokens": len(prompt),
     }
-    with pytest.raises(UserError, match=r"IDLM-0227.*date.*2025-02-01") as caught:
-        encoders[NEXT].answer("Hi", record, origin="here")
-    assert "data.date" in caught.value.fix
+    error = refused(r"IDLM-0227.*date.*2025-02-01", encoders[NEXT].answer, "Hi", record, origin="here")
+    assert "data.date" in error.fix
     (sample,) = encoders[DAY].answer("Hi", record, origin="here")
     assert sample.token_ids[: len(prompt)].tolist() == prompt
 

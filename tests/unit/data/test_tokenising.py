@@ -25,6 +25,7 @@ from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
 from idlm.train.distributed import collectives as waiting
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
+from tests.errors import refused
 from tests.unit.data import cached
 from tests.unit.data.cached import read, write_lines
 
@@ -141,8 +142,7 @@ def test_parts_of_any_size_hold_the_same_samples(
     assert whole.prompt_keys.tolist() == small.prompt_keys.tolist()
     (new,) = set(whole.sample(2).token_ids) - set(whole.sample(1).token_ids) - set(whole.sample(0).token_ids)
     for source in (whole, small):
-        with pytest.raises(UserError, match=r"IDLM-0206.*a\.jsonl:3 "):
-            source.refuse_token(int(new))
+        refused(r"IDLM-0206.*a\.jsonl:3 ", source.refuse_token, int(new))
 
 
 def test_parts_outlive_a_full_disk_and_not_refused_data(
@@ -180,8 +180,7 @@ def test_refused_data_leaves_what_another_process_is_writing(
         remove(directory, num_parts)
 
     monkeypatch.setattr(build, "_remove_parts", removing)
-    with pytest.raises(UserError, match="IDLM-0204"):
-        read(config, encoder)
+    refused("IDLM-0204", read, config, encoder)
     assert staged[0].is_dir() and part_folders(config) == []
 
 

@@ -13,6 +13,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.train import report
 from idlm.train.compare import compare
+from tests.errors import refused
 
 ACCEPTANCE = [0.8, 0.5]
 
@@ -108,13 +109,10 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_a_run_nothing_is_compared(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="IDLM-0555: no run is given"):
-        compare([])
-    with pytest.raises(UserError, match="no run/metrics.jsonl in"):
-        compare([str(tmp_path)])
+    refused("IDLM-0555: no run is given", compare, [])
+    refused("no run/metrics.jsonl in", compare, [str(tmp_path)])
     for given in ("outputs=x", "--output"):
-        with pytest.raises(UserError, match="IDLM-0101"):
-            compare([str(write_run(tmp_path / given)), given[-9:]])
+        refused("IDLM-0101", compare, [str(write_run(tmp_path / given)), given[-9:]])
 
 
 def test_the_table_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

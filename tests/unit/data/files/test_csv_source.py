@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.files.records import source_of
 from idlm.train.data.base import Encoder
+from tests.errors import refused
 from tests.unit.data.cached import contents, read, write_lines
 
 MASK = 190
@@ -70,8 +70,7 @@ def test_cells_hold_turns_weights_and_nulls(tmp_path: Path, encoder: Encoder) ->
         {"": 1, "messages": json.dumps(turns), "weights": "", "system": "Sam", "source": "y"},
     ]
     plain = [{"messages": turns, "weights": [1, 0, 1, 0]}, {"messages": turns, "system": "Sam"}]
-    with pytest.raises(UserError, match="assistant turns have the weight 0"):
-        read(table(tmp_path / "a.csv", records), encoder)
+    refused("assistant turns have the weight 0", read, table(tmp_path / "a.csv", records), encoder)
     records[0]["weights"], plain[0]["weights"] = "[1, 0, 1, 1]", [1, 0, 1, 1]
     found = read(table(tmp_path / "b.csv", records), encoder)
     assert contents(found) == contents(read(write_lines(tmp_path / "b.jsonl", *plain), encoder))
@@ -118,8 +117,7 @@ def test_what_would_be_read_wrongly_is_refused(
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=f"(?s){code}.*{message}"):
-        read(path, encoder, shape="preference" if "chosen" in text else "auto")
+    refused(f"(?s){code}.*{message}", read, path, encoder, shape="preference" if "chosen" in text else "auto")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +128,7 @@ def test_the_encoding_of_a_spreadsheet_is_named(
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes("prompt;response\nÜbermäßig „schön“;für 5 €\n".encode(encoding))
-    with pytest.raises(UserError, match=f"(?s){message}.*iconv -f {message.split()[-1]}"):
-        read(path, encoder)
+    refused(f"(?s){message}.*iconv -f {message.split()[-1]}", read, path, encoder)
 
 
 def test_a_table_next_to_records_is_about_them(tmp_path: Path, encoder: Encoder) -> None:

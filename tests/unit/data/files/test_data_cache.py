@@ -24,6 +24,7 @@ from idlm.train.data.layout import Sample
 from idlm.train.data.packing import held_out_flags, split
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 from idlm.train.prepare import remember_data
+from tests.errors import refused
 from tests.unit.data.cached import config_of, contents, read, write_lines
 
 MASK = 190
@@ -123,8 +124,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, tokenizer) -> 
     path = write(tmp_path / "a.jsonl", 20)
     whole = path.read_text()
     path.write_text(whole + "\n{")
-    with pytest.raises(UserError, match=r"IDLM-0201.*a\.jsonl:21"):
-        read(config_of(path), encoder_of(tokenizer))
+    refused(r"IDLM-0201.*a\.jsonl:21", read, config_of(path), encoder_of(tokenizer))
     assert list(tmp_path.rglob("cache/*")) == []
     path.write_text(whole)
     assert read(config_of(path), encoder_of(tokenizer)).num_samples == 20
@@ -147,8 +147,7 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
         assert one.read_bytes() == other.read_bytes(), name
     assert sources[1].header["ignored"] == {"id": 1, "prompt[].mood": 1}
     assert sources[0].digest() == sources[1].digest()
-    with pytest.raises(UserError, match=r"IDLM-0204.*a\.jsonl:34"):
-        read(config_of(path, workers=2), encoder_of(tokenizer))
+    refused(r"IDLM-0204.*a\.jsonl:34", read, config_of(path, workers=2), encoder_of(tokenizer))
 
 
 def dataset_of(
@@ -266,8 +265,7 @@ def test_a_run_does_not_continue_with_other_data(tmp_path: Path, tokenizer) -> N
     remember_data(run, again, is_continued=True)
     write(path, 11)
     other = read(config_of(path), encoder_of(tokenizer))
-    with pytest.raises(UserError, match="IDLM-0235.*10 samples that are not the 11"):
-        remember_data(run, other, is_continued=True)
+    refused("IDLM-0235.*10 samples that are not the 11", remember_data, run, other, is_continued=True)
     remember_data(run, other, is_continued=False)
     remember_data(run, other, is_continued=True)
 
@@ -278,8 +276,7 @@ def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> 
     endless.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "")
     config = config_of(path)
     dataset = dataset_of(read(config, encoder_of(endless)))
-    with pytest.raises(UserError, match=r"IDLM-0234.*would never stop.*a\.jsonl:"):
-        inspect_data(config, dataset, endless)
+    refused(r"IDLM-0234.*would never stop.*a\.jsonl:", inspect_data, config, dataset, endless)
     one = endless.encode("1", add_special_tokens=False)[0]
     assert inspect_data(config, dataset, endless, stop_token_ids=[one]).num_open == 0
 
@@ -311,5 +308,4 @@ def test_a_file_that_is_cut_while_it_is_mapped_is_refused(tmp_path: Path, tokeni
     source.sample(0)
     tokens = source.directory / "000000" / "tokens.bin"
     os.truncate(tokens, 0)
-    with pytest.raises(UserError, match="IDLM-0236.*tokens.bin, is shorter than when it was opened"):
-        source.sample(0)
+    refused("IDLM-0236.*tokens.bin, is shorter than when it was opened", source.sample, 0)

@@ -27,6 +27,7 @@ from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
 from idlm.train.data.sources.jsonl import JsonlReader
 from idlm.train.loop.trainer import IdlmTrainer
+from tests.errors import refused
 from tests.unit.data.cached import read
 
 RECORD = {"prompt": "a", "response": "b"}
@@ -106,8 +107,7 @@ def test_linked_folders_are_read_once_and_lost_links_are_named(tmp_path: Path) -
     (elsewhere / "back").symlink_to(folder)
     assert len(rows(folder)) == 1
     (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"IDLM-0237.*gone\.jsonl"):
-        JsonlReader(str(folder), SUFFIXES["jsonl"]).identity()
+    refused(r"IDLM-0237.*gone\.jsonl", JsonlReader(str(folder), SUFFIXES["jsonl"]).identity)
 
 
 @pytest.mark.parametrize("ending", PACKERS)
@@ -123,11 +123,9 @@ def test_a_compressed_file_is_read_and_one_that_is_cut_short_is_named(tmp_path: 
     assert rows(written(path, PACKERS[ending](content[:half]) + PACKERS[ending](content[half:]))) == records
     for size in (len(packed) - 1, len(packed) // 2, 5, 0):
         written(path, packed[:size])
-        with pytest.raises(UserError, match=rf"IDLM-0231.*a\.jsonl{ending} \(after line \d+\) breaks off"):
-            rows(path)
+        refused(rf"IDLM-0231.*a\.jsonl{ending} \(after line \d+\) breaks off", rows, path)
     text = written(path, PACKERS[ending](LINE.encode("utf-16")))
-    with pytest.raises(UserError, match=r"IDLM-0239.*is not UTF-8 but UTF-16"):
-        rows(text)
+    refused(r"IDLM-0239.*is not UTF-8 but UTF-16", rows, text)
 
 
 WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")

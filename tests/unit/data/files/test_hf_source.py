@@ -13,6 +13,7 @@ from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, HeldOutConfig, SourceConfig, held_out_config
 from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import Encoder
+from tests.errors import refused
 from tests.unit.data.cached import config_of, contents, read, write_lines
 
 MASK = 190
@@ -101,8 +102,7 @@ def test_datasets_that_cannot_be_had_are_named(
     with pytest.raises(UserError, match=r"IDLM-0232.*no split 'trian'; did you mean 'train'"):
         read(DataConfig(source="hf", path=str(saved), split="trian"), encoder)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"IDLM-0232.*someone/somewhere"):
-        read(DataConfig(source="hf", path="someone/somewhere"), encoder)
+    refused(r"IDLM-0232.*someone/somewhere", read, DataConfig(source="hf", path="someone/somewhere"), encoder)
 
 
 def test_held_out_data_takes_the_split_that_eval_names(tmp_path: Path, encoder: Encoder) -> None:
@@ -118,9 +118,8 @@ def test_held_out_data_takes_the_split_that_eval_names(tmp_path: Path, encoder: 
         for held_out in (held_out_config(data, path, "test"), held_out_config(data, None, "test")):
             sample = read(held_out, encoder).sample(0)
             assert SPLITS["test"] in encoder.tokenizer.decode(sample.token_ids)
-        with pytest.raises(UserError, match=r"IDLM-0232.*no split 'validation'") as caught:
-            read(held_out_config(data, path, None), encoder)
-        assert caught.value.fix == "set eval.split to one of: test", "not one that is trained on"
+        error = refused(r"IDLM-0232.*no split 'validation'", read, held_out_config(data, path, None), encoder)
+        assert error.fix == "set eval.split to one of: test", "not one that is trained on"
         with pytest.raises(UserError, match=r"(?s)IDLM-0232.*fix: set data.split to one of: train, test"):
             read(DataConfig(source="hf", path=path, cache_dir=data.cache_dir, split="dev"), encoder)
     for split in ("train+test", "train[:1]+test", "all"):
@@ -139,8 +138,7 @@ def test_a_dataset_of_one_split_is_held_out_whole_or_not_at_all(tmp_path: Path, 
     assert read(held_out_config(data, str(tmp_path / "one"), None), encoder).num_samples == 1
     same = held_out_config(DataConfig(**vars(data) | {"path": str(tmp_path / "one")}), None, "test")
     assert isinstance(same, HeldOutConfig)
-    with pytest.raises(UserError, match=r"IDLM-0232.*no split 'test'(?s:.*)eval\.holdout holds out a share"):
-        read(same, encoder)
+    refused(r"IDLM-0232.*no split 'test'(?s:.*)eval\.holdout holds out a share", read, same, encoder)
 
 
 def test_the_split_that_is_trained_on_is_not_evaluated(tmp_path: Path) -> None:
@@ -148,9 +146,7 @@ def test_the_split_that_is_trained_on_is_not_evaluated(tmp_path: Path) -> None:
         config = TrainConfig(output_dir=str(tmp_path / "out"))
         config.data = DataConfig(source="hf", path="a/b")
         config.eval = EvalConfig(every=1, **given)
-        with pytest.raises(UserError, match="IDLM-0504") as caught:
-            check_config(config)
-        return caught.value.message
+        return refused("IDLM-0504", check_config, config).message
 
     assert "eval.split=train of a/b is trained on" in problems(split="train")
     assert "eval.split=train of a/b is trained on" in problems(path="a/b", split="train")

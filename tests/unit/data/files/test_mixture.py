@@ -21,6 +21,7 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.packing import held_out_flags
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from tests.errors import refused
 from tests.unit.data.cached import write_lines
 from tests.unit.data.files.test_data_cache import MASK, encoder_of, write
 
@@ -107,5 +108,4 @@ def test_a_mixture_that_makes_no_sense_is_refused(tmp_path: Path, sources: str, 
     settings = sources.replace("FOLDER", str(tmp_path)).replace("A", str(path))
     given = ["data.sources=" + settings.split("] ")[0].removesuffix("]") + "]", *settings.split("] ")[1:]]
     arguments = ["objective=ar", "train.steps=3", "data.source=jsonl", *given]
-    with pytest.raises(UserError, match=message):
-        check_config(compose("train", TrainConfig, arguments))
+    refused(message, check_config, compose("train", TrainConfig, arguments))

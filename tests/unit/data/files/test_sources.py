@@ -18,6 +18,7 @@ from idlm.text.tokenizer import encode_messages, encode_prompt
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder
+from tests.errors import refused
 from tests.unit.data.cached import config_of, contents, read, write_lines
 from tests.unit.task_encoder import TaskEncoder
 
@@ -103,14 +104,12 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
     good = {"prompt": "Sam has 1", "response": "2"}
     text = "[\n" + ",\n".join(json.dumps(good) for _ in range(3)) + ",\n\n" + '{"prompt": "Sam"}\n]'
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=r"a\.json:4 "):
-        read(tmp_path / "a.json", encoder)
+    refused(r"a\.json:4 ", read, tmp_path / "a.json", encoder)
     (tmp_path / "a.json").write_text(text.replace('{"prompt": "Sam"}', '{"prompt": "a", "prompt": "b"}'))
     with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*'prompt' is given twice"):
         read(tmp_path / "a.json", encoder, on_bad_record="skip")
     (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
-    with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*line 6"):
-        read(tmp_path / "a.json", encoder, on_bad_record="skip")
+    refused(r"IDLM-0231.*a\.json.*line 6", read, tmp_path / "a.json", encoder, on_bad_record="skip")
 
 
 BAD_LINES = [
@@ -134,11 +133,9 @@ def test_a_bad_line_is_named_or_skipped_and_counted(
 ) -> None:
     good = {"prompt": "Sam has 1", "response": "2"}
     if code:
-        with pytest.raises(UserError) as caught:
-            read(jsonl(tmp_path, good, line, good), encoder)
-        assert caught.value.code == code
-        assert message in str(caught.value)
-        assert "data.jsonl:2" in caught.value.message
+        error = refused(code, read, jsonl(tmp_path, good, line, good), encoder)
+        assert message in str(error)
+        assert "data.jsonl:2" in error.message
         source = read(jsonl(tmp_path, good, line, good, on_bad_record="skip"), encoder)
         assert source.num_samples == 2
         assert source.header["num_skipped"] == 1
@@ -165,19 +162,16 @@ ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
 def test_unknown_and_malformed_shapes_name_the_nearest(
     tmp_path: Path, encoder: Encoder, record: dict[str, Any], code: str, message: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        read(jsonl(tmp_path, record), encoder)
-    assert caught.value.code == code
-    assert message in caught.value.message
-    assert "data.jsonl:1" in caught.value.message
+    error = refused(code, read, jsonl(tmp_path, record), encoder)
+    assert message in error.message
+    assert "data.jsonl:1" in error.message
 
 
 def test_a_given_shape_settles_what_fits_several(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
     record = {"instruction": "Sam", "output": "has", "text": "Sam has 1."}
     source = read(jsonl(tmp_path, record, shape="text"), encoder)
     assert supervised_text(tokenizer, source.sample(0)) == "Sam has 1.<eos>"
-    with pytest.raises(UserError, match="is not of data.shape=pair"):
-        read(jsonl(tmp_path, record, shape="pair"), encoder)
+    refused("is not of data.shape=pair", read, jsonl(tmp_path, record, shape="pair"), encoder)
 
 
 def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> None:
@@ -195,33 +189,25 @@ def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> No
 def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
     period = tokenizer.convert_tokens_to_ids(".")
     strict = Encoder(tokenizer, mask_token_id=period, use_chat_template=True)
-    with pytest.raises(UserError, match=r"IDLM-0206.*line 4"):
-        strict.text("Sam has 1.", origin="line 4")
+    refused(r"IDLM-0206.*line 4", strict.text, "Sam has 1.", origin="line 4")
     config = jsonl(tmp_path, *({"text": text} for text in ("Sam has 1", "Lea", "Sam has 2.", "Sam.")))
     read(config, encoder)
-    with pytest.raises(UserError, match=r"IDLM-0206.*data\.jsonl:3 contains"):
-        read(config, strict)
+    refused(r"IDLM-0206.*data\.jsonl:3 contains", read, config, strict)
 
 
 def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Encoder) -> None:
-    with pytest.raises(UserError, match=r"IDLM-0209.*absent\.jsonl"):
-        read(tmp_path / "absent.jsonl", encoder)
-    with pytest.raises(UserError, match=r"IDLM-0209.*no file matches"):
-        read(tmp_path / "*.jsonl", encoder)
+    refused(r"IDLM-0209.*absent\.jsonl", read, tmp_path / "absent.jsonl", encoder)
+    refused(r"IDLM-0209.*no file matches", read, tmp_path / "*.jsonl", encoder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"IDLM-0209.*has no file that ends in"):
-        read(tmp_path / "empty", encoder)
-    with pytest.raises(UserError, match="IDLM-0208"):
-        read(jsonl(tmp_path, ""), encoder)
+    refused(r"IDLM-0209.*has no file that ends in", read, tmp_path / "empty", encoder)
+    refused("IDLM-0208", read, jsonl(tmp_path, ""), encoder)
     whole = gzip.compress(b"\n".join(json.dumps({"text": f"Sam has {i}."}).encode() for i in range(500)))
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"IDLM-0231.*cut\.jsonl\.gz"):
-        read(cut, encoder, on_bad_record="skip")
+    refused(r"IDLM-0231.*cut\.jsonl\.gz", read, cut, encoder, on_bad_record="skip")
     table = tmp_path / "bad.parquet"
     table.write_bytes(b"PAR1 but not really PAR1")
-    with pytest.raises(UserError, match=r"IDLM-0231.*bad\.parquet"):
-        read(table, encoder, source="parquet")
+    refused(r"IDLM-0231.*bad\.parquet", read, table, encoder, source="parquet")
 
 
 def test_what_may_not_be_read_is_named(
@@ -241,8 +227,7 @@ def test_what_may_not_be_read_is_named(
 
         with monkeypatch.context() as patched:
             patched.setattr(Path, method, refusing)
-            with pytest.raises(UserError, match=rf"IDLM-0237.*{name}.*Permission denied"):
-                read(config, encoder)
+            refused(rf"IDLM-0237.*{name}.*Permission denied", read, config, encoder)
 
 
 def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encoder) -> None:
@@ -260,14 +245,12 @@ def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: En
         ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*Extra data"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            read(path, encoder)
+        refused(message, read, path, encoder)
     for number, name in enumerate(("a.json", "a.jsonl", "records")):
         path = tmp_path / name
         path.write_text(json.dumps([{"text": "Sam"}] * 2, indent=number))
         assert read(path, encoder).num_samples == 2
     lines = tmp_path / "lines.jsonl"
     lines.write_text('[{"text": "Sam"}]\n' * 2 + '{"text": "Sam"}\n')
-    with pytest.raises(UserError, match=r"IDLM-0202.*lines\.jsonl:1 has a JSON list"):
-        read(lines, encoder)
+    refused(r"IDLM-0202.*lines\.jsonl:1 has a JSON list", read, lines, encoder)
     assert read(config_of(lines, on_bad_record="skip"), encoder).num_samples == 1
