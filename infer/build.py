@@ -20,7 +20,6 @@ from idlm.errors import UserError, some_of
 from idlm.infer.decoders.base import Decoder, KVWritePolicy, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.decoders.selector import PathSelector
 from idlm.infer.memory.base import (
-    LOGITS,
     MEMORY_MANAGERS,
     MemoryDemand,
     MemoryManager,
@@ -439,12 +438,11 @@ def _pool(
         # Canvases of one pass, each of which may leave part of a page unused.
         num_canvases = sizes.num_canvases * settings.max_sequences
         max_pages = min(max_pages, -(-sizes.decoding_rows // page_size) + num_canvases)
-    logits = Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=sizes.decoding_rows)
     demand = MemoryDemand(
         device=model.device,
+        transient=Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=sizes.decoding_rows),
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
-        transients={LOGITS: logits},
         pass_bytes=0 if stack is None else stack.pass_bytes(),
         canvas=canvas,
         page_size=page_size,

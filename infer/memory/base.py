@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,15 +11,14 @@ from idlm.errors import UserError
 from idlm.infer.mosaic.trunk import TrunkShape
 from idlm.registry import Registry
 
-LOGITS = "logits"
-"""Name of the transient of the output head: the logits of the wanted rows and what is made of them."""
 CPU_POOL_BYTES = 2 << 30
 GPU_SHARE_OF_FREE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transient:
-    """Memory that one operator of a pass takes and gives back: `num_rows` rows of `row_bytes` bytes."""
+    """What the output head takes and gives back in a pass, the logits of the wanted rows and what is made of
+    them: `num_rows` rows of `row_bytes` bytes."""
 
     row_bytes: int
     num_rows: int
@@ -28,17 +26,16 @@ class Transient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
-    """The sizes wanted: at build time the KV pages and the largest transients, for a pass its transients
-    alone.
+    """The sizes wanted: at build time the KV pages and the largest transient, for a pass its transient alone.
 
-    `page_bytes`: over all KV buffers. `max_pages`: pages that full lanes could use. `transients` by name of
-    operator. `pass_bytes`: what accelerators take during a pass. `canvas`: the trunk of a decoder that stores
-    nothing, of which a page counts `page_size` rows of a pass."""
+    `page_bytes`: over all KV buffers. `max_pages`: pages that full lanes could use. `pass_bytes`: what
+    accelerators take during a pass. `canvas`: the trunk of a decoder that stores nothing, of which a page
+    counts `page_size` rows of a pass."""
 
     device: torch.device
+    transient: Transient
     page_bytes: int = 0
     max_pages: int = 0
-    transients: Mapping[str, Transient] = field(default_factory=dict)
     pass_bytes: int = 0
     canvas: TrunkShape | None = None
     page_size: int = 1
@@ -46,13 +43,12 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """`num_pages` to allocate, at most `max_pages`; `num_chunks` by name of transient: into how many slices
-    of rows the operator is divided (a name that is missing: one). `workspace_bytes`: what the workspace of a
-    planned pass may have."""
+    """`num_pages` to allocate, at most `max_pages`; `num_chunks`: into how many slices of rows the transient
+    is divided. `workspace_bytes`: what the workspace of a planned pass may have."""
 
     num_pages: int = 0
     workspace_bytes: int = 0
-    num_chunks: Mapping[str, int] = field(default_factory=dict)
+    num_chunks: int = 1
 
 
 class MemoryManager(Protocol):

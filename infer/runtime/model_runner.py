@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
+from idlm.infer.memory.base import MemoryDemand, MemoryManager, Transient
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from idlm.infer.sparse.stack import AcceleratorStack
@@ -276,8 +276,7 @@ def _num_chunks(
     memory: MemoryManager, device: torch.device, logits_bytes: int, num_rows: int, row_bytes: int
 ) -> int:
     logits = Transient(row_bytes=logits_bytes + row_bytes, num_rows=num_rows)
-    plan = memory.plan(MemoryDemand(device=device, transients={LOGITS: logits}))
-    return min(num_rows, plan.num_chunks.get(LOGITS, 1))
+    return min(num_rows, memory.plan(MemoryDemand(device=device, transient=logits)).num_chunks)
 
 
 def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:

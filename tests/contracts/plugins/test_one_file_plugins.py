@@ -36,8 +36,8 @@ from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryPlan
 @MEMORY_MANAGERS.register("slices")
 class Slices:
     def plan(self, demand):
-        chunks = {name: -(-one.num_rows * one.row_bytes // 4096) for name, one in demand.transients.items()}
-        return MemoryPlan(num_pages=min(demand.max_pages, 24), num_chunks=chunks)
+        num_chunks = -(-demand.transient.num_rows * demand.transient.row_bytes // 4096)
+        return MemoryPlan(num_pages=min(demand.max_pages, 24), num_chunks=num_chunks)
 """
 
 
