@@ -16,13 +16,10 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
-from idlm.files.paths import refuse_pointer
-
-T = TypeVar("T")
 
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
@@ -32,7 +29,6 @@ FOR_PEOPLE = (MODEL_CARD, LICENSE)
 """Files that people write and edit: a changed one does not damage a checkpoint, and is never replaced."""
 MAX_WHOLE_FILE = 1 << 27
 """Bytes of the largest file of a checkpoint that is read whole; those of large tokenizers have a quarter."""
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SUSPECT = re.compile(
     r"expert|moe|rout|topk|window|scal(e|ing)|multiplier|softcap|token_?(ids?|idx|index|offset)(_|$)"
 )
@@ -105,46 +101,6 @@ def verify(
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory holds an adapter and no whole model."""
     return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files that should hold the weights; empty if no file names any. UserError IDLM-0607 for an
-    index that does not name plain *.safetensors files, and for pointers of Git LFS."""
-    is_single = (directory / SINGLE_FILE).is_file()
-    files = [directory / SINGLE_FILE] if is_single else sorted(set(_index(directory).values()))
-    for file in files:
-        refuse_pointer("IDLM-0607", file)
-    return files
-
-
-def tensors_by_name(directory: Path, by_file: Iterable[tuple[Path, Mapping[str, T]]]) -> dict[str, T]:
-    """Return what is known of each tensor, by name, from what each of the `weight_files` holds. A shard may
-    hold an old copy of a tensor: one that the index assigns to another shard is left out."""
-    assigned = {} if (directory / SINGLE_FILE).is_file() else _index(directory)
-    return {
-        name: one
-        for path, tensors in by_file
-        for name, one in tensors.items()
-        if assigned.get(name, path) == path
-    }
-
-
-def _index(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor by the index; empty without one."""
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        return {}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("IDLM-0607", f"{index} has no weight_map", fix="restore the file from its source")
-    for name in sorted({str(name) for name in weight_map.values()}):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(
-                "IDLM-0607",
-                f"{index} names the file {name!r}; allowed are plain *.safetensors names",
-                fix="do not use this checkpoint unless you know where it comes from",
-            )
-    return {tensor: directory / name for tensor, name in weight_map.items()}
 
 
 def check_file(path: str | Path) -> None:

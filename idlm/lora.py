@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
+from idlm.checkpoint import ADAPTER_CONFIG, read_json
 from idlm.config.schema import is_integer, is_number
-from idlm.errors import UserError, naming
+from idlm.errors import UserError
+from idlm.files.tensors import stored_tensors
 from idlm.semantics import PROJECTIONS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,8 +37,6 @@ INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """First letters of PEFT's `init_lora_weights` that also change the weights which the LoRA is added to."""
 SAMPLE_BYTES = 512
 MAX_RANK = 1 << 16
-MAX_HEADER = 100_000_000
-"""Bytes of the longest header that safetensors itself reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,36 +131,12 @@ def tensor_name(module: str, matrix: str) -> str:
 def base_identity(directory: Path) -> str:
     """Return a sha256 (hex) of the weights in `directory`, however they are split into files: of the name,
     dtype and shape of every tensor and three samples of 512 bytes, which a fine-tuned copy does not share.
-    UserError IDLM-0308 without safetensors."""
+    UserError as in `stored_tensors`."""
     digest = hashlib.sha256()
-    for name, (path, start, entry) in sorted(_tensors(Path(directory)).items()):
-        first, last = entry["data_offsets"]
-        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
-        with path.open("rb") as file:
-            for offset in (first, (first + last - SAMPLE_BYTES) // 2, last - SAMPLE_BYTES):
-                file.seek(start + max(first, offset))
-                digest.update(file.read(min(SAMPLE_BYTES, last - first)))
+    for name, one in sorted(stored_tensors(Path(directory)).items()):
+        digest.update(json.dumps([name, one.dtype, one.shape]).encode())
+        with one.path.open("rb") as file:
+            for offset in (0, (one.size - SAMPLE_BYTES) // 2, one.size - SAMPLE_BYTES):
+                file.seek(one.start + max(0, offset))
+                digest.update(file.read(min(SAMPLE_BYTES, one.size)))
     return digest.hexdigest()
-
-
-def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
-    """Return the file, the start of its data and the header entry of every tensor, by name."""
-    files = weight_files(directory)
-    if not files:
-        raise UserError(
-            "IDLM-0308",
-            f"{directory} has no model.safetensors, which identifies the base of an adapter",
-            fix="give a base checkpoint whose weights are stored as safetensors",
-        )
-    by_file: dict[Path, dict[str, tuple[Path, int, dict[str, Any]]]] = {}
-    for path in files:
-        what = f"{path} cannot be read as safetensors"
-        reading = naming("IDLM-0308", what, fix="restore the file from its source", of=(OSError, ValueError))
-        with reading, path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
-                raise ValueError("its header is longer than the file, or than any that is read")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        by_file[path] = {name: (path, 8 + length, entry) for name, entry in header.items()}
-    return tensors_by_name(directory, by_file.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,7 +57,7 @@ from idlm.train.model.load import (
     require_row,
 )
 from idlm.train.model.stand_in import MAX_ELEMENTS, check_architecture
-from idlm.train.model.stored import num_elements
+from idlm.train.model.stored import readable_tensors
 from idlm.train.objectives.base import OBJECTIVES, Losses, Objective
 from idlm.train.objectives.curriculum import Curriculum
 
@@ -196,7 +197,7 @@ def stands_for_itself(config: TrainConfig) -> bool:
     path, is_partitioned = config.model.path, zero_stage(config.train) == SHARDS_WEIGHTS
     if path is None or is_partitioned or config.is_gated:
         return False
-    return num_elements(Path(path)) <= MAX_ELEMENTS
+    return sum(math.prod(one.shape) for one in readable_tensors(Path(path)).values()) <= MAX_ELEMENTS
 
 
 def prepare_mask(

@@ -15,7 +15,14 @@ from typing import Any, Literal
 from idlm.errors import UserError
 from idlm.files.paths import refuse_pointer
 from idlm.text.split_tokens import SplitTokens, restored, written_marks
-from idlm.text.templates import TEMPLATE_FILES, Message, all_template_text, render, unusable_files
+from idlm.text.templates import (
+    TEMPLATE_FILES,
+    TEMPLATE_FOLDER,
+    Message,
+    all_template_text,
+    render,
+    unusable_files,
+)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -77,6 +84,14 @@ def load_tokenizer(path: Path | str) -> Any:
             fix="copy the original checkpoint's tokenizer files again, or remove them to work with token ids",
         ) from error
     return tokenizer
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the content of the files of a tokenizer and its templates, by their paths in `directory`."""
+    paths = [directory / name for name in TOKENIZER_FILES] + sorted(
+        directory.glob(f"{TEMPLATE_FOLDER}/*.jinja")
+    )
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
 def _take_steps(tokenizer: Any, file: Path) -> None:

@@ -191,7 +191,7 @@ def _description(outline: Outline) -> list[str]:
         rotation += f"{spec.rotary_dim} of {spec.head_dim} rotate"
     numbers = sum(prod(target.shape) for target in outline.targets.values())
     lines = [
-        f"checkpoint  {outline.directory}, {len(set(outline.files.values()))} weight files",
+        f"checkpoint  {outline.directory}, {len({one.path for one in outline.files.values()})} weight files",
         f"family      {outline.architecture} ({family.__module__.rpartition('.')[2]})",
         f"semantics   from {SEMANTICS_FILE if is_written else 'the family'}, mask_token_id as given or there",
         *(f"  {field.name}={getattr(meaning, field.name)!r}" for field in dataclasses.fields(meaning)),

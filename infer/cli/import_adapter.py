@@ -1,12 +1,15 @@
 """`idlm-import`: makes a LoRA of others, a PEFT folder, one that decoder `isd` runs on its base.
 
 PEFT's config has no word on whether the LoRA changes MASK rows alone, what these are fed, and its stride in
-training: options have. Modules that import torch are imported inside functions, as in `generate.py`."""
+training: options have, or the file that idlm writes next to its own adapters. Modules that import torch are
+imported inside functions, as in `generate.py`."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +18,12 @@ from idlm.cli import command
 from idlm.cli.help import CommandHelp
 from idlm.config.schema import changed, option
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError, naming
+from idlm.errors import UserError, naming, some_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from idlm.infer.models.loader import Outline
 
 PRESETS: dict[str, dict[str, Any]] = {
     "uno_qwen3_8b": {"gated": True, "stride": 16, "noise_range": [1, 151_669], "acceptance": [0.78] * 15},
@@ -74,13 +79,23 @@ def import_adapter(arguments: list[str]) -> int:
         return HELP.print(arguments)
     from idlm.config.compose import compose
 
-    config = _complete(compose("import", ImportConfig, arguments))
-    print(import_to(config))
+    config = compose("import", ImportConfig, arguments)
+    print(import_to(_complete(config, _own_values(config.model))))
     return 0
 
 
-def _complete(config: ImportConfig) -> ImportConfig:
-    """With the values of the preset, where none are given. UserError IDLM-0620 for what is missing."""
+def _own_values(model: str | None) -> dict[str, Any]:
+    """What a gated adapter of idlm states of itself; nothing for those of others."""
+    from idlm.semantics import Semantics
+
+    own = Semantics() if model is None else Semantics.load(find_adapter(Path(model)))
+    names = ("gated", "stride", "mask_token_id", "noise_range", "acceptance") if own.gated else ()
+    return {name: value for name in names if (value := getattr(own, name)) not in (None, ())}
+
+
+def _complete(config: ImportConfig, own: Mapping[str, Any]) -> ImportConfig:
+    """With the values of the preset, or else the adapter's `own`, where none are given. UserError IDLM-0620
+    for what is missing."""
     if config.preset is not None and config.preset not in PRESETS:
         hint = did_you_mean(config.preset, PRESETS)
         raise UserError(
@@ -88,11 +103,12 @@ def _complete(config: ImportConfig) -> ImportConfig:
             f"preset={config.preset!r} is not one of {', '.join(PRESETS)}{hint}",
             fix="give one of them, or the keys themselves",
         )
-    given, preset = changed(config, ImportConfig()), PRESETS.get(config.preset or "", {})
-    if given.keys() & FED:
-        # What is given takes the place of the other kind too.
-        preset = {key: value for key, value in preset.items() if key not in FED}
-    config = replace(config, **(preset | given))
+    values: dict[str, Any] = {}
+    for layer in (own, PRESETS.get(config.preset or "", {}), changed(config, ImportConfig())):
+        # What is fed takes the place of the other kind too.
+        replaced = FED if layer.keys() & {*FED} else ()
+        values = {key: value for key, value in values.items() if key not in replaced} | {**layer}
+    config = replace(config, **values)
     missing = [name for name in ("model", "output_dir", "gated", "stride") if getattr(config, name) is None]
     if config.mask_token_id is None and not config.noise_range:
         missing.append("mask_token_id or noise_range")
@@ -117,25 +133,29 @@ def import_to(config: ImportConfig) -> str:
     from safetensors.torch import save_file
 
     from idlm.checkpoint import ADAPTER_CONFIG, read_json
-    from idlm.infer.cli.plain_lora import adapted_modules, plain_lora
+    from idlm.infer.cli.plain_lora import adapted_modules, peft_names, plain_lora
+    from idlm.infer.models.adapter import base_directory, require_finite
     from idlm.infer.models.loader import read_outline
     from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
     from idlm.publish import publish
     from idlm.semantics import Semantics
 
     assert config.model and config.output_dir and config.stride is not None
-    found = find_adapter(Path(config.model))
-    tensors = _tensors(found)
+    found, target = find_adapter(Path(config.model)), Path(config.output_dir)
+    tensors = peft_names(_tensors(found), origin=found)
     content = read_json(found / ADAPTER_CONFIG)
     named = content.get("base_model_name_or_path")
-    base = _base(config, str(named) if named else None)
+    # The base may be the whole model that the adapter is in.
+    base = base_directory(found, *([config.base] if config.base else [config.model, named]))
     tensors = _without_copies(tensors, found, base)
     what = f"{found / ADAPTER_CONFIG} has a pattern that is none"
     with naming("IDLM-0610", what, fix="copy the adapter again from its source", of=re.error):
         content, tensors = plain_lora(content, tensors, base=read_json(base / "config.json"))
+    require_finite(tensors, found)
     targets = sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)})
     spec = AdapterSpec.read(content, origin=found / ADAPTER_CONFIG, targets=targets)
-    semantics = Semantics(
+    semantics = replace(
+        Semantics.load(found),
         gated=True,
         base_identity=base_identity(base),
         stride=config.stride,
@@ -143,27 +163,61 @@ def import_to(config: ImportConfig) -> str:
         noise_range=tuple(config.noise_range),
         acceptance=tuple(config.acceptance),
     )
-    with publish(Path(config.output_dir)) as staging:
-        save_file(tensors, staging / WEIGHTS_FILE)
+    with publish(target) as staging:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         replace(spec, base_path=str(base.resolve())).save(staging)
         semantics.save(staging)
         try:
-            read_outline(staging, base=base)
+            outline = read_outline(staging, base=base)
         except UserError as error:
             message = error.message.replace(str(staging), str(found))
             raise UserError(error.code, message, fix=error.fix) from error
+        _copy_beside(found, staging, outline)
+        _refuse_removal(target, staging)
     _warn_of_another_base(Path(config.model), base, semantics)
     size = sum(tensor.numel() for tensor in tensors.values())
-    fed = f"token {config.mask_token_id}"
-    if config.noise_range:
-        fed = f"random ids in [{', '.join(map(str, config.noise_range))})"
+    ids = ", ".join(map(str, config.noise_range))
+    fed = f"random ids in [{ids})" if ids else f"token {config.mask_token_id}"
     return (
         f"imported {found} as {config.output_dir}: rank {spec.rank}, alpha {spec.alpha:g}, {size:,} "
         f"parameters\nMASK rows are fed {fed}, stride {config.stride}\n"
         f"base {base}: every tensor fits. The adapter names {spec.base_path or 'no base'}. On another base "
         "of the same shapes few drafts are accepted; answers are still those of that base\n"
-        f"idlm-generate model={config.output_dir} base={base} decoder=isd"
+        + shlex.join(["idlm-generate", f"model={target}", f"base={base}", "decoder=isd"])
     )
+
+
+def _refuse_removal(target: Path, staging: Path) -> None:
+    """Raise UserError IDLM-0620 for a folder of a whole model, or of a checkpoint with files that `staging`
+    lacks: publishing would add to the one, and remove them from the other."""
+    from idlm.checkpoint import MANIFEST, own_files
+
+    held = [path for path in (*own_files(target), target / "config.json") if path.exists()]
+    names = {str(path.relative_to(target)) for path in held} - {MANIFEST}
+    others = sorted(name for name in names if not (staging / name).exists())
+    if others:
+        raise UserError(
+            "IDLM-0620",
+            f"output_dir={target} holds another checkpoint: it has {some_of(others)}",
+            fix="give a folder of its own",
+        )
+
+
+def _copy_beside(found: Path, staging: Path, outline: Outline) -> None:
+    """Copy the selector and the tokenizer of an adapter, whose chat template the engine prefers."""
+    from idlm.selector import SELECTOR_FILE
+    from idlm.text.tokenizer import load_tokenizer, num_token_ids, read_tokenizer_files
+
+    if outline.semantics.selector is not None:
+        (staging / SELECTOR_FILE).write_bytes((found / SELECTOR_FILE).read_bytes())
+    tokenizer = load_tokenizer(found)
+    if tokenizer is not None and num_token_ids(tokenizer) > outline.spec.vocab_size:
+        more = f"{num_token_ids(tokenizer)} ids, more than the {outline.spec.vocab_size} rows of the base"
+        warnings.warn(f"the tokenizer in {found} has {more}: that of the base is used", stacklevel=2)
+    elif tokenizer is not None:
+        for name, content in read_tokenizer_files(found).items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            (staging / name).write_bytes(content)
 
 
 def find_adapter(directory: Path) -> Path:
@@ -184,37 +238,23 @@ def find_adapter(directory: Path) -> Path:
     return below[0]
 
 
-def _base(config: ImportConfig, named: str | None) -> Path:
-    """The given base, else the whole model that the adapter is in, else the path in its config. UserError
-    IDLM-0611 where there is none."""
-    given = [config.base] if config.base is not None else [config.model, named]
-    for path in given:
-        if path is not None and (Path(path) / "config.json").is_file():
-            return Path(path)
-    raise UserError(
-        "IDLM-0611",
-        f"{config.model} is an adapter, and its base model is not at {' or '.join(map(str, given))}",
-        fix="give base=PATH, the directory of the base model with config.json and weights",
-    )
-
-
 def _tensors(found: Path) -> dict[str, Tensor]:
     """All tensors of an adapter. UserError IDLM-0607 for files that are not there or cannot be read."""
     import torch
     from safetensors.torch import load_file
 
     from idlm.files.paths import refuse_pointer
-    from idlm.infer.models import weights
+    from idlm.files.tensors import headers
 
     tensors: dict[str, Tensor] = {}
     files = sorted(found.glob(SAFETENSORS)) or sorted(found.glob(PICKLES))
     for path in files:
-        refuse_pointer("IDLM-0607", path)
         if path.suffix == ".safetensors":
             # First, because it reports a broken file.
-            weights.tensor_names(path)
+            headers(path)
             tensors |= load_file(path)
             continue
+        refuse_pointer("IDLM-0607", path)
         try:
             # Runs no code of the file: it may hold tensors only.
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -239,10 +279,11 @@ def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict
     vocabulary was resized. UserError IDLM-0613 where those of `base` are others."""
     import torch
 
+    from idlm.files.tensors import stored_tensors
     from idlm.infer.models import weights
     from idlm.infer.models.base import TensorNames
 
-    files, names = weights.locate(base), TensorNames()
+    files, names = stored_tensors(base), TensorNames()
     # A tied base stores its embeddings alone.
     sources = {names.embed: names.embed, names.head: names.head if names.head in files else names.embed}
     copies = {f"base_model.model.{name}": source for name, source in sources.items() if source in files}
@@ -258,7 +299,7 @@ def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict
 
 def _warn_of_another_base(directory: Path, base: Path, semantics: Any) -> None:
     """Warn where the adapter came with a base whose weights are not those of `base`."""
-    from idlm.checkpoint import weight_files
+    from idlm.files.tensors import weight_files
     from idlm.lora import base_identity
 
     if base.resolve() == directory.resolve() or not weight_files(directory):

@@ -18,19 +18,44 @@ from idlm.errors import UserError
 from idlm.lora import MAX_RANK, tensor_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 MAX_LAYERS = 10_000
 LAYER_KEYS = ("layers_to_transform", "layers_pattern", "exclude_modules")
 PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
-FOREIGN = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
+WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+"""What torch.compile, FSDP, recomputation and DDP add to the names of the modules that they wrap."""
+OF_A_MODEL = re.compile(r"(?:.*\bbase_model\.model\.)?(.+)\.lora_([AB])(?:\.(\w+))?\.weight")
+"""Names in a whole model, where a matrix may have the name of its adapter, and in a file of PEFT."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The layer in the path of a module."""
 
 
 def adapted_modules(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the paths of the modules that have an A, in the base."""
-    return [match[1] for match in map(FOREIGN.fullmatch, tensors) if match]
+    return [match[1] for match in map(OF_A_MODEL.fullmatch, tensors) if match and match[2] == "A"]
+
+
+def peft_names(tensors: Mapping[str, Tensor], *, origin: Path) -> dict[str, Tensor]:
+    """Return tensors by the names that PEFT gives them in a file, also those saved with the names that they
+    have in a model; UserError IDLM-0613 where these are of several adapters."""
+    found: dict[str, Tensor] = {}
+    adapters = set()
+    for name, tensor in tensors.items():
+        path = WRAPPERS.sub("", name)
+        if match := OF_A_MODEL.fullmatch(path):
+            path = tensor_name(match[1], match[2])
+            adapters.add(match[3])
+        found[path] = tensor
+    if len(adapters) > 1 or len(found) < len(tensors):
+        raise UserError(
+            "IDLM-0613",
+            f"{origin} has tensors of several adapters, or several of one name: {sorted(map(str, adapters))}",
+            fix="save one of them with peft's save_pretrained(selected_adapters=[...])",
+        )
+    return found
 
 
 def plain_lora(

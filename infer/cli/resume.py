@@ -21,7 +21,6 @@ from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.models.loader import checkpoint_directory
-from idlm.infer.models.weights import locate
 from idlm.infer.settings import EngineSettings
 from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
@@ -193,7 +192,6 @@ def model_digest(model: str, *, base: str | None = None) -> str:
         directory = checkpoint_directory(model)
         folders, digest = [directory], hashlib.sha256()
         if not is_adapter(directory):
-            locate(directory)
             digest.update(base_identity(directory).encode())
         else:
             # The adapter's own files identify the weights of its base, and the engine refuses others.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError, some_of
+from idlm.files.tensors import Stored, headers
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk
@@ -32,7 +33,7 @@ class Adapter:
     base: Path
     spec: AdapterSpec
     semantics: Semantics
-    files: dict[str, Path]
+    files: dict[str, Stored]
 
     @property
     def has_mask_row(self) -> bool:
@@ -54,22 +55,29 @@ def open_adapter(directory: Path, *, base: str | Path | None) -> Adapter:
             fix="merge it into its base with peft's merge_and_unload, or train a gated one with idlm-train "
             "adapter.rank=...; one of others that is gated is imported by idlm-import",
         )
-    files = dict.fromkeys(weights.tensor_names(directory / WEIGHTS_FILE), directory / WEIGHTS_FILE)
-    path = base or spec.base_path
-    if path is None or not (Path(path) / "config.json").is_file():
-        where = "nowhere" if path is None else f"at {path}"
-        raise UserError(
-            "IDLM-0611",
-            f"{directory} is an adapter, and its base model is {where}",
-            fix="give base=PATH, the directory of the base model with config.json and weights",
-        )
-    if meaning.base_identity != base_identity(Path(path)):
+    files = headers(directory / WEIGHTS_FILE)
+    path = base_directory(directory, base or spec.base_path)
+    if meaning.base_identity != base_identity(path):
         raise UserError(
             "IDLM-0612",
             f"{path} is not the base that {directory} was trained on: its weights differ",
             fix="give base=PATH with the weights that model.path named in training",
         )
-    return Adapter(directory=directory, base=Path(path), spec=spec, semantics=meaning, files=files)
+    return Adapter(directory=directory, base=path, spec=spec, semantics=meaning, files=files)
+
+
+def base_directory(adapter: str | Path, *paths: str | Path | None) -> Path:
+    """Return the first of `paths` that has a whole model; UserError IDLM-0611 where none has."""
+    given = [str(path) for path in paths if path]
+    found = next((path for path in map(Path, given) if (path / "config.json").is_file()), None)
+    if found is None:
+        where = f"not at {' or '.join(given)}" if given else "named nowhere"
+        raise UserError(
+            "IDLM-0611",
+            f"{adapter} is an adapter, and its base model is {where}",
+            fix="give base=PATH, the directory of the base model with config.json and weights",
+        )
+    return found
 
 
 def open_further(
@@ -132,18 +140,23 @@ def add_adapters(
     for values that are not finite."""
     for adapter, targets in zip(adapters, _targets(trunk, adapters, names), strict=True):
         weights.copy(targets, adapter.files)
-        bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
-        if bad:
-            raise UserError(
-                "IDLM-0613",
-                f"{len(bad)} tensors of {adapter.directory} have values that are not finite, {bad[0]} first",
-                fix="use an adapter of an earlier step, before its training diverged",
-            )
+        require_finite({name: target.view for name, target in targets.items()}, adapter.directory)
     if trunk.mask_rows_LD is not None:
         for row_D, adapter in zip(trunk.mask_rows_LD.data, adapters, strict=True):
             if not adapter.has_mask_row:
                 row_D.copy_(trunk.embed[mask_token_id])
     trunk.num_adapters = len(adapters)
+
+
+def require_finite(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise UserError IDLM-0613 for values of an adapter that are not finite."""
+    bad = [name for name, tensor in tensors.items() if not bool(tensor.float().isfinite().all())]
+    if bad:
+        raise UserError(
+            "IDLM-0613",
+            f"{len(bad)} tensors of {directory} have values that are not finite, {bad[0]} first",
+            fix="use an adapter of an earlier step, before its training diverged",
+        )
 
 
 def _matrices(

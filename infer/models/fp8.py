@@ -6,12 +6,12 @@ is quantised with the projection that it shares a product with."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from idlm.errors import MAX_NAMED, UserError
+from idlm.files.tensors import Stored
 from idlm.infer.models import weights
 from idlm.infer.models.base import ModelSpec, Shards, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk
@@ -83,7 +83,7 @@ def _replace(module: nn.Module, name: str, weight: Fp8Weight) -> None:
 
 
 def read_kv_scales(
-    files: Mapping[str, Path], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
+    files: Mapping[str, Stored], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
 ) -> Tensor:
     """fp32 scales [2 (keys, values), layers, KV heads of this rank]; an fp8 cache stores value / scale.
     Raises UserError IDLM-0614 if some are missing or not positive numbers."""

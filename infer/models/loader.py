@@ -17,6 +17,7 @@ from idlm import checkpoint
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
+from idlm.files.tensors import Stored, other_format, stored_tensors
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapters, check_adapters, open_adapter, open_further
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
@@ -70,7 +71,7 @@ class Outline:
     spec: ModelSpec
     semantics: Semantics
     dtype: torch.dtype
-    files: dict[str, Path]
+    files: dict[str, Stored]
     targets: dict[str, weights.WeightTarget]
     ignored: tuple[str, ...]
 
@@ -118,7 +119,7 @@ def read_outline(
     checkpoint.verify(directory, required=False)
     config = checkpoint.read_json(directory / "config.json")
     architecture, family = _family(config)
-    files = weights.locate(directory)
+    files = stored_tensors(directory)
     spec = _with_possible_counts(family.spec(config), len(files))
     if spec.moe is not None and opened:
         moe.refuse("an adapter")
@@ -132,7 +133,10 @@ def read_outline(
         spec = extended(spec, config, rope_factor)
     if spec.tie_embeddings and names.head in files and names.embed in files:
         # Like transformers, prefer the weights to the flag: a separate head that differs is used.
-        spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
+        spec = replace(
+            spec,
+            tie_embeddings=torch.equal(*(weights.tensor(files, name) for name in (names.head, names.embed))),
+        )
     resolved_dtype = _dtype(dtype, config, files, names.embed)
     known = {*names.kv_scales(spec.num_layers), *([names.head] if spec.tie_embeddings else [])}
     ignored = {name for name in files if name in known or name.endswith("rotary_emb.inv_freq")}
@@ -223,7 +227,7 @@ def _no_checkpoint(directory: Path) -> UserError:
             "`hf download <owner>/<name> --local-dir <directory>`",
         )
     what = "is not a directory" if not directory.is_dir() else "has no config.json"
-    format_name = weights.other_format(directory)
+    format_name = other_format(directory)
     if format_name is not None:
         what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
     if (directory / "run" / "config.yaml").is_file():
@@ -333,7 +337,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
 
 
 def _dtype(
-    dtype: str | torch.dtype, config: dict[str, Any], files: dict[str, Path], embed: str
+    dtype: str | torch.dtype, config: dict[str, Any], files: dict[str, Stored], embed: str
 ) -> torch.dtype:
     given: Any = dtype
     if given == "auto":

@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from idlm.checkpoint import LICENSE, MODEL_CARD, read_json
-from idlm.text.templates import TEMPLATE_FOLDER
-from idlm.text.tokenizer import TOKENIZER_FILES
+from idlm.text.tokenizer import read_tokenizer_files
 
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -74,13 +73,6 @@ def read_base_files(base: Path | None, tokenizer: Path) -> BaseFiles:
         license=_license_of_card(base / MODEL_CARD, text) or _license_of_text(text),
         license_text=text,
     )
-
-
-def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    paths = [directory / name for name in TOKENIZER_FILES] + sorted(
-        directory.glob(f"{TEMPLATE_FOLDER}/*.jinja")
-    )
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
 def _name(base: Path) -> str:

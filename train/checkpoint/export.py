@@ -8,7 +8,6 @@ has all stages that ended before it; a stage whose end is trained again is repla
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -20,6 +19,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from idlm.checkpoint import LICENSE, MODEL_CARD, foreign_files, read_json
+from idlm.files.tensors import stored_tensors
 from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.publish import publish
 from idlm.semantics import Semantics
@@ -200,15 +200,12 @@ def _read_back(
     """Name and value of every tensor, one at a time where the files have the model's own names."""
     from safetensors import safe_open
 
-    with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted(directory.glob("*.safetensors"))
-        ]
-        if all(name in names for file in files for name in file.keys()):  # noqa: SIM118  (not a mapping)
-            for file in files:
-                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-            return
+    stored = stored_tensors(directory)
+    if stored.keys() <= set(names):
+        for path in {one.path for one in stored.values()}:
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (no mapping)
+        return
     loaded = model_class.from_pretrained(directory, dtype="auto", local_files_only=True)
     yield from loaded.state_dict().items()
 

@@ -28,11 +28,11 @@ from idlm.train.model.attention import leave_out_of_compiled_layers, register_at
 from idlm.train.model.checks import check_positions, check_window
 from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays, share_inputs
 from idlm.train.model.stored import (
+    base_tensors,
     read_generation_config,
     readable_tensors,
     refuse_quantised,
     savable,
-    stored_tensors,
     without_equal_copies,
 )
 
@@ -46,18 +46,10 @@ READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def base_config(path: str) -> PretrainedConfig:
-    """The configuration of a base. UserError IDLM-0501: no checkpoint, 0541: it cannot be read, and those of
-    `check_base_config`."""
+    """The configuration of a base. UserError IDLM-0541 where it cannot be read; also `check_base_config`."""
     from transformers import AutoConfig
 
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            "IDLM-0501",
-            f"model.path={path} is not a checkpoint directory: it has no config.json",
-            fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
-        )
-    check_base_config(directory)
+    check_base_config(Path(path))
     fix = "restore config.json; the architecture must be one that transformers supports"
     with naming("IDLM-0541", f"{path}/config.json cannot be read", fix=fix):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -90,22 +82,23 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool = False) -> PreTrainedModel:
     """A causal language model from a local checkpoint directory, with parameters of `dtype`. Only safetensors
     are read; `is_planned`: only their headers, for a model on the meta device. UserError as in `base_config`
-    and `stored_tensors`, IDLM-0302 and 0303: damaged files, 0505: its attention cannot be chosen, 0541: its
+    and `base_tensors`, IDLM-0302 and 0303: damaged files, 0505: its attention cannot be chosen, 0541: its
     tensors are not those of its config.json."""
     directory, config = Path(path), base_config(path)
-    model_class, stored = causal_class(config), stored_tensors(directory)
+    model_class, stored = causal_class(config), base_tensors(directory)
     if rank() == 0:
         verify(directory, required=False)
     register_attention()
     # Before transformers reads it: its errors name no file.
     generation = read_generation_config(directory)
     given: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
-    if is_planned:
-        tensors = without_equal_copies(stored, tied_names(config, model_class))
-        values = {name: torch.empty(one.shape, device="meta") for name, one in tensors.items()}
-        given = {"pretrained_model_name_or_path": None, "state_dict": values, "device_map": {"": "meta"}}
     try:
         with _quiet():
+            if is_planned:
+                tensors = without_equal_copies(stored, tied_names(config, model_class))
+                values = {name: torch.empty(one.shape, device="meta") for name, one in tensors.items()}
+                given = {"pretrained_model_name_or_path": None, "state_dict": values}
+                given["device_map"] = {"": "meta"}
             model, report = model_class.from_pretrained(
                 **given,
                 config=config,

@@ -13,13 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, check_file, tensors_by_name, weight_files
-from idlm.errors import UserError, naming, some_of
+from idlm.checkpoint import check_file
+from idlm.errors import UserError
+from idlm.files.tensors import Stored, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -36,55 +37,15 @@ QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config
 """Files that AutoGPTQ, AWQ and ModelOpt write next to config.json."""
 CODES = ("weight", "qweight", "weight_packed", "_blocks")
 """Endings of names whose values are codes where they are integers."""
-OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack")
 
 
-class Stored(NamedTuple):
-    """Where a tensor is, and what its header states of it."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors of a base by name. UserError IDLM-0541: no weights, a file is missing or damaged, two hold
-    a tensor; 0544: they are quantised; 0607: an index that names other files."""
-    files = weight_files(directory)
-    if not files:
-        raise _without_weights(directory)
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise UserError(
-            "IDLM-0541",
-            f"model.path={directory} lacks weight files that its index names: {some_of(missing)}",
-            fix="download or copy them too",
-        )
-    by_file: dict[Path, dict[str, Stored]] = {}
-    for path in files:
-        fix = "download or copy the file again"
-        with naming("IDLM-0541", f"{path} is damaged", fix=fix, of=(OSError, SafetensorError)):
-            by_file[path] = _tensors(path)
-    found = tensors_by_name(directory, by_file.items())
-    _refuse_copies(directory, by_file, found)
-    codes = [name for name, one in found.items() if _is_code(name, one.dtype)]
-    if codes:
+def base_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors of a base by name. UserError as in `stored_tensors`, which refuses copies, because
+    transformers takes the last one whichever the index names; IDLM-0544: they are quantised."""
+    found = stored_tensors(directory, refuse_copies=True)
+    if codes := [name for name, one in found.items() if _is_code(name, one.dtype)]:
         raise _quantised(directory, f"{codes[0]} holds {found[codes[0]].dtype}")
     return found
-
-
-def _refuse_copies(
-    directory: Path, by_file: Mapping[Path, Mapping[str, Stored]], found: Mapping[str, Stored]
-) -> None:
-    """Transformers takes the last copy of a tensor, whichever one the index names."""
-    for path, names in by_file.items():
-        for name in names:
-            if name not in found or found[name].path != path:
-                raise UserError(
-                    "IDLM-0541",
-                    f"{path} holds {name}, which {INDEX_FILE} assigns to another file",
-                    fix=f"download or copy the safetensors files of {directory} again",
-                )
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
@@ -116,49 +77,12 @@ def _is_code(name: str, dtype: str) -> bool:
     return dtype.startswith(("I", "U")) and name.endswith(CODES)
 
 
-def _without_weights(directory: Path) -> UserError:
-    found = sorted(path.name for pattern in OTHER_FORMATS for path in directory.glob(pattern))
-    if not found:
-        return UserError(
-            "IDLM-0541",
-            f"model.path={directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}",
-            fix="download or copy the safetensors files of the checkpoint",
-        )
-    if all(name.endswith(".gguf") for name in found):
-        return UserError(
-            "IDLM-0541",
-            f"model.path={directory} has no safetensors, and {some_of(found)} is GGUF (llama.cpp)",
-            fix="download the checkpoint that it was made from, whose weights are safetensors in bfloat16",
-        )
-    convert = (
-        f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='auto')"
-        f".save_pretrained('{directory}')"
-    )
-    return UserError(
-        "IDLM-0541",
-        f"model.path={directory} has no safetensors, and {some_of(found)} is not read: it can hold code",
-        fix=f'download the safetensors files; or, if you trust it, convert it: python -c "{convert}"',
-    )
-
-
-def _tensors(path: Path) -> dict[str, Stored]:
-    """The tensors of one file; OSError or SafetensorError where the header does not describe the file."""
-    with safe_open(str(path), framework="pt") as file:
-        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
-        return {name: Stored(path, tuple(one.get_shape()), str(one.get_dtype())) for name, one in slices}
-
-
 def readable_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors; {} where `stored_tensors` refuses them, which raises when the base is loaded."""
+    """All tensors; {} where `base_tensors` refuses them, which raises when the base is loaded."""
     try:
-        return stored_tensors(directory)
+        return base_tensors(directory)
     except UserError:
         return {}
-
-
-def num_elements(directory: Path) -> int:
-    """How many numbers the weight files hold; 0 where there are none or one cannot be read."""
-    return sum(math.prod(one.shape) for one in readable_tensors(directory).values())
 
 
 def stored_dtype(directory: Path) -> str | None:

@@ -103,7 +103,8 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = (),
             check(config)
     tokenizer: Any = None
     # A missing checkpoint is a problem of the configuration already.
-    if found.is_sound or config.model.tokenizer or (config.model.path and Path(config.model.path).is_dir()):
+    path = config.model.path
+    if found.is_sound or (config.model.tokenizer if path is None else (Path(path) / "config.json").is_file()):
         with found.guarding():
             tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.checkpoint import INDEX_FILE, SINGLE_FILE
+from idlm.files.tensors import INDEX_FILE, SINGLE_FILE
 
 CANARY = "hostile_canary"
 """A module in the checkpoint; its import leaves a file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -135,8 +136,8 @@ def _removed(name: str) -> Callable[[Path, Path, str], None]:
 
 def _command(base: Path, whole: Path, fix: str) -> None:
     """Run the program that the fix gives."""
-    program = fix.partition('python -c "')[2].removesuffix('"')
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    arguments = shlex.split(fix.partition("convert it: python ")[2])
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
 
 
 def _generation(base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from idlm.files.paths import POINTER
 from idlm.infer.cli import import_adapter as command
 from idlm.infer.cli.import_adapter import PRESETS, ImportConfig, main
 from idlm.infer.engine import Engine
-from idlm.lora import PROJECTIONS, WEIGHTS_FILE, AdapterSpec
+from idlm.lora import PROJECTIONS, WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.publish import publish
+from idlm.selector import check_selector
 from idlm.semantics import Semantics
-from tests.adapters import write_adapter
+from tests.adapters import add_selector, write_adapter
 from tests.contracts.engines import answers, greedy, prompts_of
-from tests.toy import write_toy_checkpoint
+from tests.small_tokenizers import save_byte_level
+from tests.toy import write_spelling_toy, write_toy_checkpoint
 
 PEFT: dict[str, Any] = {
     "alpha_pattern": {}, "auto_mapping": None,
@@ -199,13 +203,113 @@ def test_another_base_and_missing_values_are_named(
 
 def test_presets_are_whole_and_what_is_given_takes_their_place() -> None:
     for name in PRESETS:
-        config = command._complete(ImportConfig(model="a", output_dir="b", preset=name, stride=8))
+        config = command._complete(ImportConfig(model="a", output_dir="b", preset=name, stride=8), {})
         assert config.gated and config.stride == 8
         assert (config.mask_token_id is None) == bool(config.noise_range)
     given = ImportConfig(model="a", output_dir="b", preset="uno_qwen3_8b", mask_token_id=7)
-    assert command._complete(given).noise_range == []
+    assert command._complete(given, {}).noise_range == []
     assert len(PRESETS["uno_qwen3_8b"]["acceptance"]) == PRESETS["uno_qwen3_8b"]["stride"] - 1
     assert callable(main)
+
+
+def of_a_model(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.default.weight"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        of_a_model,
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: f"module.{of_a_model(name)}",
+        lambda name: name.replace("model.layers.1.", "_orig_mod.model.layers.1._checkpoint_wrapped_module."),
+        lambda name: f"_orig_mod.module.{name}",
+    ],
+    ids=["model", "bare", "ddp", "compiled", "both"],
+)
+def test_names_of_wrapped_modules_are_those_of_peft(
+    foreign: Path, base: Path, tmp_path: Path, named: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = foreign / "adapter" / WEIGHTS_FILE
+    tensors = load_file(path)
+    save_file({named(name): tensor for name, tensor in tensors.items()}, path)
+    status, shown = run(
+        [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM], capsys
+    )
+    assert status == 0, shown
+    stored = load_file(tmp_path / "o" / WEIGHTS_FILE)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+
+
+def test_tensors_that_are_no_single_adapter_are_refused(
+    foreign: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = foreign / "adapter" / WEIGHTS_FILE
+    tensors, first = load_file(path), "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}", *UNIFORM]
+    for other in (first.replace(".weight", ".draft.weight"), f"module.{first}"):
+        save_file(tensors | {other: tensors[first].clone()}, path)
+        status, shown = run(given, capsys)
+        assert status == 2 and "several" in shown and "selected_adapters" in shown, shown
+    for value in (float("nan"), float("-inf")):
+        bad = tensors[first].clone()
+        bad[1, 2] = value
+        save_file(tensors | {first: bad}, path)
+        status, shown = run(given, capsys)
+        assert status == 2 and f"not finite, {first} first" in shown and not (tmp_path / "o").exists()
+
+
+def test_an_adapter_of_idlm_is_imported_with_all_that_it_states(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its base may be saved anew, in another type."""
+    import transformers
+
+    ours = write_adapter(tmp_path / "ours", base, mask_token_id=99, stride=3, has_mask_row=True)
+    add_selector(ours, vocab_size=48, width=32)
+    save_byte_level(ours)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model.save_pretrained(tmp_path / "wide")
+    given = [f"model={ours}", f"base={tmp_path / 'wide'}", f"output_dir={tmp_path / 'o'}"]
+    status, shown = run([*given, "stride=2"], capsys)
+    assert status == 0 and "ids, more than the 48 rows of the base" in shown, shown
+    before, after = Semantics.load(ours), Semantics.load(tmp_path / "o")
+    assert after == replace(before, stride=2, base_identity=base_identity(tmp_path / "wide"))
+    assert (
+        after.selector == "path" and check_selector("path", tmp_path / "o", vocab_size=48, width=32) is None
+    )
+    assert load_file(tmp_path / "o" / WEIGHTS_FILE).keys() == load_file(ours / WEIGHTS_FILE).keys()
+    assert not (tmp_path / "o" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_beside_the_adapter_comes_along(
+    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_spelling_toy(tmp_path / "base")
+    folder = write_adapter(foreign / "adapter", base, mask_token_id=334, stride=2)
+    save_byte_level(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}"]
+    assert run(given, capsys)[0] == 0
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert all((tmp_path / "o" / name).read_bytes() == (folder / name).read_bytes() for name in names)
+    assert run(given, capsys)[0] == 0, "an import may be repeated"
+
+
+def test_no_other_checkpoint_is_replaced_or_added_to(
+    foreign: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with publish(tmp_path / "trained") as staging:
+        (staging / "adapter_config.json").write_text("{}")
+        (staging / "README.md").write_text("A card.")
+    shutil.copytree(base, tmp_path / "whole")
+    for name, word in (("trained", "README.md"), ("whole", "config.json")):
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / name}", *UNIFORM]
+        status, shown = run(given, capsys)
+        assert status == 2 and f"another checkpoint: it has {word}" in shown, shown
+        assert before == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
 VARIANTS: list[dict[str, Any]] = [

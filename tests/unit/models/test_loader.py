@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.errors import UserError
+from idlm.files.tensors import stored_tensors
 from idlm.infer.models import weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.semantics import Semantics
-from idlm.train.model.stored import stored_tensors
+from idlm.train.model.stored import base_tensors
 from tests.toy import load_model
 
 CONFIG: dict[str, Any] = {
@@ -153,6 +154,36 @@ def test_other_formats_are_named(checkpoint: Path, name: str, words: str) -> Non
     refused(checkpoint, "IDLM-0600", "has no config.json: it has", words)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pytorch_model.bin", ("pytorch_model.bin (a pickle", "convert it: python -c")),
+        ("consolidated.00.pth", ("consolidated.00.pth (a pickle", "it was made from")),
+        (
+            "model-00001-of-00002.safetensors",
+            ("it has model-00001-of", "download model.safetensors.index.json"),
+        ),
+        (None, ("neither model.safetensors nor model.safetensors.index.json\n", "download or copy the")),
+    ],
+)
+def test_what_is_there_in_place_of_weights_is_named(
+    checkpoint: Path, name: str | None, words: tuple[str, ...]
+) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / (name or "training_args.bin"))
+    refused(checkpoint, "IDLM-0602", *words)
+    with pytest.raises(UserError, match="IDLM-0602") as caught:
+        base_tensors(checkpoint)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_link_to_weights_that_are_gone_is_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint.parent / "blob")
+    (checkpoint / "model.safetensors").symlink_to("../blob")
+    load_model(checkpoint)
+    (checkpoint.parent / "blob").unlink()
+    refused(checkpoint, "IDLM-0602", "model.safetensors is a link to a file that is gone")
+
+
 def test_the_folder_of_a_run_that_is_not_finished_is_named(checkpoint: Path) -> None:
     (checkpoint / "run").mkdir()
     (checkpoint / "run" / "config.yaml").touch()
@@ -185,10 +216,10 @@ def test_a_tensor_comes_from_the_shard_that_the_index_names(checkpoint: Path, as
     for name in ("a-1.safetensors", "a-2.safetensors"):
         value = torch.full((11, 8), float(name == assigned))
         save_file({**load_file(checkpoint / name), "lm_head.weight": value}, checkpoint / name)
-    files = weights.locate(checkpoint)
+    files = stored_tensors(checkpoint)
     assert weights.tensor(files, "lm_head.weight").eq(1).all()
-    with pytest.raises(UserError, match=r"IDLM-0541: .* holds lm_head\.weight"):
-        stored_tensors(checkpoint)
+    with pytest.raises(UserError, match=r"IDLM-0607: .* holds lm_head\.weight"):
+        base_tensors(checkpoint)
 
 
 @pytest.mark.parametrize(

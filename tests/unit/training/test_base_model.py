@@ -62,7 +62,7 @@ def _config(**values: object) -> Callable[[Path], None]:
             "IDLM-0541",
             "1 of the wrong shape",
         ),
-        (_bytes("model.safetensors", lambda old: b""), "IDLM-0541", "is damaged"),
+        (_bytes("model.safetensors", lambda old: b""), "IDLM-0607", "cannot be read"),
         (_config(num_hidden_layers=3, layer_types=None), "IDLM-0541", "not used"),
     ],
 )
@@ -74,6 +74,15 @@ def test_damaged_bases_are_refused_by_name(
     damage(directory)
     error = refused(code, load_base, str(directory), attention="idlm_sdpa", dtype=torch.float32)
     assert words in error.message
+
+
+def test_a_base_that_cannot_be_built_is_refused_by_the_plan_too(tmp_path: Path) -> None:
+    directory = tmp_path / "base"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST))
+    _config(hidden_act="nonsense")(directory)
+    for is_planned in (False, True):
+        with pytest.raises(UserError, match="IDLM-0541: model.path=.* cannot be loaded: .*nonsense"):
+            load_base(str(directory), attention="eager", dtype=torch.float32, is_planned=is_planned)
 
 
 def test_a_base_with_a_manifest_is_checked_against_it(tmp_path: Path) -> None:

@@ -372,6 +372,6 @@ def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
     assert base_identity(tmp_path / "tuned") != whole
     for broken in (b"", b"\xff" * 64, b"\x05\0\0\0\0\0\0\0{bad}"):
         (tmp_path / "whole" / "model.safetensors").write_bytes(broken)
-        refused("IDLM-0308", base_identity, tmp_path / "whole")
+        refused("IDLM-0607", base_identity, tmp_path / "whole")
     (tmp_path / "whole" / "model.safetensors").unlink()
-    refused("IDLM-0308", base_identity, tmp_path / "whole")
+    refused("IDLM-0602", base_identity, tmp_path / "whole")

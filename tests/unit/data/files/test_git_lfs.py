@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from idlm.checkpoint import weight_files
 from idlm.errors import UserError
 from idlm.files.paths import opened
+from idlm.files.tensors import stored_tensors
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.data.sources.jsonl import JsonlReader
 from idlm.train.data.sources.parquet import ParquetReader
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 READERS: dict[str, Callable[[Path], Any]] = {
-    "model.safetensors": lambda path: weight_files(path.parent),
+    "model.safetensors": lambda path: stored_tensors(path.parent),
     "tokenizer.json": lambda path: load_tokenizer(path.parent),
     "train.jsonl": lambda path: JsonlReader(str(path), ()),
     "train.parquet": lambda path: ParquetReader(str(path), ()),
@@ -34,5 +34,8 @@ def test_a_pointer_is_named_with_the_command_that_fetches_its_file(name: str, tm
         READERS[name](path)
     assert caught.value.fix == f"git -C '{path.parent}' lfs pull"
     path.write_text(POINTER.partition(" ")[0])
-    if name != "tokenizer.json":
+    if name in ("model.safetensors", "tokenizer.json"):
+        with pytest.raises(UserError, match="cannot be"):
+            READERS[name](path)
+    else:
         READERS[name](path)
