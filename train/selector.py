@@ -6,8 +6,8 @@ The options are those of `idlm-train`, without stages. The model runs over rows 
 checkpoint's own stride. The distribution of each mask, in which the selector's scores after the true token
 before replace the logits of the 16 likeliest tokens, is trained by cross-entropy; with
 `train.distill=overlap` by its overlap with the distribution of the clean row, which is the expected
-acceptance. The first masks of a block count most. A mask predicts the token after its own position, so the
-token at that position is the predecessor. `output_dir` gets a copy of the checkpoint with the selector in it.
+acceptance. A mask predicts the token after its own position, so the token at that position is the
+predecessor. `output_dir` gets a copy of the checkpoint with the selector in it.
 
 Shape letters: M masks of a batch, V vocabulary, D width, K candidates."""
 
@@ -17,7 +17,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -71,19 +71,16 @@ class PathModule(nn.Module):
 
 @dataclass(slots=True)
 class Losses:
-    """Sums [5, J] over masks by their position in the block: their number, those whose true token is a
-    candidate, the loss, and the expected acceptance of plain drafts and of the selector's, after the true
-    tokens."""
+    """Sums over masks: their number, those whose true token is a candidate, the loss, and the expected
+    acceptance of plain drafts and of the selector's, after the true tokens."""
 
-    sums: Tensor | float = 0.0
+    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
 
     def text(self) -> str:
-        assert isinstance(self.sums, Tensor)
-        masks, among, loss = self.sums[:3].sum(1).tolist()
-        plain, selected = ((row_J / self.sums[0].clamp(min=1)).cumprod(0).sum() for row_J in self.sums[3:])
+        masks, among, loss, plain, selected = self.sums.tolist()
         return (
             f"loss {loss / masks:.4f}  among the candidates {among / masks:.3f}  "
-            f"accepted drafts {plain:.4f} -> {selected:.4f}"
+            f"acceptance {plain / masks:.4f} -> {selected / masks:.4f}"
         )
 
 
@@ -181,7 +178,6 @@ def _run(
         rate_factor, curriculum=curriculum, schedule=loop.schedule, warmup=loop.warmup, decay=loop.decay
     )
     seen, num_steps = Losses(), curriculum.num_steps
-    num_masks = max(stage.stride for stage in curriculum.stages) - 1
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = loop.learning_rate * rate_of(step)
@@ -189,14 +185,14 @@ def _run(
             first = step * curriculum.global_batch + number * loop.batch_size
             batch = collate([prepared.dataset[first + item] for item in range(loop.batch_size)])
             moved = {name: value.to(device) for name, value in batch.items()}
-            compute = partial(_terms, module, moved, seen, takes_overlap, num_masks, runner.divisor)
+            compute = partial(_terms, module, moved, seen, takes_overlap, runner.divisor)
             with torch.no_grad():
                 runner.terms(prepared.model, moved, prepared.attention, compute)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % loop.log_every == 0 or step + 1 == num_steps:
             print_line(f"step {step + 1}/{num_steps}  {seen.text()}")
-            seen.sums = 0.0
+            seen.sums.zero_()
 
 
 def _terms(
@@ -204,7 +200,6 @@ def _terms(
     batch: Batch,
     seen: Losses,
     takes_overlap: bool,
-    num_masks: int,
     divisor: float,
     head: Head,
     hidden_BTD: Tensor,
@@ -212,7 +207,6 @@ def _terms(
     """Add the gradients of a batch to the selector, in chunks of masks; the terms are empty."""
     hidden_RD, ids_R = hidden_BTD.flatten(0, 1), batch["input_ids"].flatten()
     noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
-    positions_R = (batch["position_ids"] - batch["block_starts"]).flatten()
     size = max(1, CHUNK_LOGITS // len(head.weight_VD))
     for noisy_m, clean_m in zip(noisy_M.split(size), clean_M.split(size), strict=True):
         tokens = ids_R[clean_m], batch["labels"].flatten()[noisy_m]
@@ -220,18 +214,10 @@ def _terms(
         logits = [nn.functional.linear(rows_mD, head.weight_VD, head.bias_V) for rows_mD in rows]
         # What the head reads is divided; a selector reads what the final norm gave.
         own_mD = rows[0] * divisor
-        loss, sums = selector_loss(
-            module.weights(),
-            logits,
-            own_mD,
-            tokens,
-            positions_R[noisy_m],
-            num_masks=num_masks,
-            takes_overlap=takes_overlap,
-        )
+        loss, sums = selector_loss(module.weights(), logits, own_mD, tokens, takes_overlap=takes_overlap)
         # A quotient would have no gradient here.
         loss.backward(torch.full_like(loss, 1 / len(noisy_M)))
-        seen.sums = seen.sums + sums
+        seen.sums += sums.cpu()
     return Terms(sums=hidden_BTD.new_zeros(1))
 
 
@@ -241,16 +227,11 @@ def selector_loss(
     logits: list[Tensor],
     hidden_MD: Tensor,
     tokens: tuple[Tensor, ...],
-    positions_M: Tensor,
     *,
-    num_masks: int,
     takes_overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of some masks, times their number, and the sums of `Losses`. `logits` [M, V]: of the masks and
-    of the clean rows that predict the same tokens; `tokens` [M]: those before, and those predicted.
-
-    A draft counts only after those before it, so a mask weighs as much as they are all accepted, by the
-    acceptance of their positions in these masks."""
+    """The summed loss of some masks, and the sums of `Losses`. `logits` [M, V]: of the masks and of the clean
+    rows that predict the same tokens; `tokens` [M]: those before, and those predicted."""
     draft_MV, clean_MV = (one.detach().float() for one in logits)
     previous_M, labels_M = tokens
     values_MK, ids_MK = draft_MV.topk(min(NUM_CANDIDATES, draft_MV.shape[1]), dim=-1)
@@ -258,17 +239,12 @@ def selector_loss(
     scores_MK = path_scores(*weights[:2], previous_M, ids_MK, values_MK, projected_MW)
     logs_MV = draft_MV.scatter(1, ids_MK, scores_MK).log_softmax(-1)
     p_MV = clean_MV.softmax(-1)
-    overlap_M = torch.minimum(p_MV, logs_MV.exp()).sum(-1)
-    loss_M = 1 - overlap_M if takes_overlap else -logs_MV.gather(1, labels_M[:, None])[:, 0]
-    plain_M = torch.minimum(p_MV, draft_MV.softmax(-1)).sum(-1)
+    overlap = torch.minimum(p_MV, logs_MV.exp()).sum()
+    loss = len(labels_M) - overlap if takes_overlap else -logs_MV.gather(1, labels_M[:, None]).sum()
+    plain = torch.minimum(p_MV, draft_MV.softmax(-1)).sum()
     is_among_M = (ids_MK == labels_M[:, None]).any(-1)
-    found_FM = torch.stack([torch.ones_like(loss_M), is_among_M.float(), loss_M, plain_M, overlap_M]).detach()
-    sums_FJ = found_FM.new_zeros(len(found_FM), num_masks).index_add(1, positions_M, found_FM)
-    reached_J = (sums_FJ[4] / sums_FJ[0].clamp(min=1)).cumprod(0).roll(1)
-    reached_J[0] = 1.0
-    weights_M = reached_J[positions_M]
-    loss = (weights_M * loss_M).sum() * len(loss_M) / weights_M.sum()
-    return loss, sums_FJ.double().cpu()
+    sums = (torch.tensor(len(labels_M)), is_among_M.sum(), loss, plain, overlap)
+    return loss, torch.stack([one.detach().double().cpu() for one in sums])
 
 
 def save(module: PathModule, checkpoint: Path, semantics: Semantics, target: Path) -> None:

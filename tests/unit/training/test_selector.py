@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,32 +46,28 @@ def test_the_loss_is_its_definition(takes_overlap: bool) -> None:
     draft_MV, clean_MV, hidden_MD = normal(5, 20), normal(5, 20), normal(5, 6)
     previous_M = torch.tensor([3, 0, 19, 7, 7])
     labels_M = torch.tensor([*draft_MV[:4].argmax(-1).tolist(), int(draft_MV[4].argmin())])
-    positions_M = torch.tensor([0, 1, 2, 0, 1])
-    rows = [draft_MV, clean_MV], hidden_MD, (previous_M, labels_M), positions_M
-    loss, sums_FJ = selector_loss(weights, *rows, num_masks=3, takes_overlap=takes_overlap)
-    expected_FJ, loss_M = torch.zeros(5, 3, dtype=torch.float64), []
-    for m, position in enumerate(positions_M.tolist()):
+    loss, sums = selector_loss(
+        weights, [draft_MV, clean_MV], hidden_MD, (previous_M, labels_M), takes_overlap=takes_overlap
+    )
+    expected, num_among, overlap, plain = 0.0, 0, 0.0, 0.0
+    for m in range(5):
         ids = draft_MV[m].topk(16).indices
         query_W = weights.previous_VW[previous_M[m]] * (weights.hidden_WD @ hidden_MD[m])
         changed_V = draft_MV[m].clone()
         changed_V[ids] += (weights.candidate_VW[ids] @ query_W).detach()
         q_V, p_V = changed_V.softmax(-1), clean_MV[m].softmax(-1)
-        own, plain = (float(torch.minimum(one_V, p_V).sum()) for one_V in (q_V, draft_MV[m].softmax(-1)))
-        loss_M.append(1 - own if takes_overlap else -float(q_V[labels_M[m]].log()))
-        values = torch.tensor([1.0, bool((ids == labels_M[m]).any()), loss_M[m], plain, own])
-        expected_FJ[:, position] += values
-    torch.testing.assert_close(sums_FJ, expected_FJ, atol=1e-5, rtol=1e-5)
-    # A mask weighs as much as the drafts before it are accepted.
-    first, second = (expected_FJ[4] / expected_FJ[0])[:2].tolist()
-    weight_M = [(1.0, first, first * second)[position] for position in positions_M.tolist()]
-    expected = sum(map(operator.mul, weight_M, loss_M)) / sum(weight_M) * 5
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+        own = float(torch.minimum(q_V, p_V).sum())
+        overlap, plain = overlap + own, plain + float(torch.minimum(draft_MV[m].softmax(-1), p_V).sum())
+        num_among += bool((ids == labels_M[m]).any())
+        expected += 1 - own if takes_overlap else -float(q_V[labels_M[m]].log())
+    values = torch.tensor([5, num_among, expected, plain, overlap], dtype=torch.float64)
+    torch.testing.assert_close(sums, values, atol=1e-5, rtol=1e-5)
     loss.backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in weights)
 
 
 def test_a_run_changes_the_selector_alone(base: Path, tmp_path: Path) -> None:
-    """Before the first step as many drafts are accepted as plain ones, then more; the checkpoint is
+    """The acceptance before the first step is that of plain drafts, and grows from then on; the checkpoint is
     a copy, which the engine loads."""
     from transformers import AutoModelForCausalLM
 
@@ -90,7 +85,7 @@ def test_a_run_changes_the_selector_alone(base: Path, tmp_path: Path) -> None:
     assert torch.equal(stored["candidate_VW"], module.candidate_VW) and module.candidate_VW.any()
     weights = (tmp_path / name / "model.safetensors" for name in ("model", "out"))
     assert len({path.read_bytes() for path in weights}) == 1
-    found = [line.split("accepted drafts ")[1].split(" -> ") for line in lines if line.startswith("step")]
+    found = [line.split("acceptance ")[1].split(" -> ") for line in lines if line.startswith("step")]
     gains = [float(selected) - float(plain) for plain, selected in found]
     assert len(gains) == 8 and gains[0] == 0 < gains[-1]
     engine = Engine.from_pretrained(tmp_path / "out", "isd", device="cpu", max_length=64)
