@@ -5,7 +5,6 @@ to produce after it."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,7 +23,7 @@ from idlm.text.templates import (
     thinking_switch,
 )
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
-from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
+from idlm.text.tokenizer import encode_text, plain_text, special_token_ids, special_tokens
 from idlm.text.turn_ends import WORD, after_end, next_tags
 
 TRAILING = "turns after the last trained answer are left out"
@@ -57,16 +56,16 @@ def conversation(
     """Return a whole conversation, and which of its tokens the assistant has to produce.
 
     `turns` supervises all assistant turns or only the last one, of those whose index is not in `untrained`.
-    The end-of-turn token is supervised, the white space that the template puts after it is not. A template
-    with `{% generation %}` blocks marks the assistant's tokens. For any other template, the text before a
-    supervised turn must be rendered and tokenised exactly as `encode_messages` does it at inference; the ids
-    then differ from those of the whole text only where a token would cross that border. `known` is that of
-    `left_out`; None: not checked.
+    The end-of-turn token is supervised, the white space that the template puts after it is not. The text
+    before a supervised turn must be rendered and tokenised exactly as `encode_messages` does it at inference;
+    the ids then differ from those of the whole text only where a token would cross that border. What
+    `{% generation %}` blocks leave out of an answer is context. `known` is that of `left_out`; None: not
+    checked.
 
     Raises UserError IDLM-0214 if the template renders a shorter conversation differently from the start of a
     longer one, IDLM-0217 if it refuses the messages."""
     special = special_token_ids(template.tokenizer)
-    messages = _ended_once(template, messages, special)
+    messages = _ended_once(template, messages)
     targets = [
         turn
         for turn, message in enumerate(messages)
@@ -74,8 +73,9 @@ def conversation(
     ]
     if turns == "last":
         targets = targets[-1:]
-    done = _marked(template, messages, targets, special) if marks_answers(template.text) else None
-    done = _cut(template, messages, targets, special) if done is None else done
+    done = _cut(template, messages, targets, special)
+    if marks_answers(template.text):
+        done = _within_marks(template, messages, done, special)
     if known is None:
         return done
 
@@ -88,13 +88,13 @@ def conversation(
     return replace(done, left_out=lost)
 
 
-def _ended_once(template: Template, messages: Sequence[Message], special: frozenset[int]) -> list[Message]:
+def _ended_once(template: Template, messages: Sequence[Message]) -> list[Message]:
     """Return the messages, whose answers do not end in the token that the template appends."""
-    eos, ends = template.tokenizer.eos_token, template.tokenizer.convert_ids_to_tokens(sorted(special))
+    eos, ends = template.tokenizer.eos_token, special_tokens(template.tokenizer)
     contents = [
         str(message.get("content")).rstrip() for message in messages if message["role"] == "assistant"
     ]
-    if not any(content.endswith(tuple(ends)) for content in contents):
+    if not any(content.endswith(ends) for content in contents):
         return list(messages)
     after = template.around([{"role": "user", "content": "a"}])[1].lstrip()
     appended = [end for end in ends if after.startswith(end)]
@@ -161,45 +161,22 @@ def _cut(
     )
 
 
-def _marked(
-    template: Template, messages: Sequence[Message], targets: Sequence[int], special: frozenset[int]
-) -> Conversation | None:
-    """Return the conversation as a template with `{% generation %}` blocks marks it; None where the marks do
-    not separate the turns, or where an answer is more than what they hold. An end-of-turn token right after
-    a block belongs to it: without it the model would never stop."""
-    tokenizer = template.tokenizer
-    whole, opened = template.draw(messages), template.opener()
-    thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)
-    if split_prefill(opened)[1] or any(
-        each and not each.is_in(whole, str(shown)) for each, shown in thoughts
-    ):
-        return None
-    opener = encode_text(tokenizer, opened)
-    marked = template.tokens(messages)
-    ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
-    for start in range(len(ids) if special.intersection(opener) else 0):
-        # Some templates mark what opens a turn, or its end, with which the prompt of inference ends.
-        end = start + len(opener)
-        if ids[start:end] == opener and flags[end - 1] and not (start and flags[start - 1]):
-            flags[start:end] = [False] * len(opener)
-    runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
-    shown = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    blocks = [group for key, group in runs if key]
-    if len(blocks) == len(shown):
-        blocks = [block for turn, block in zip(shown, blocks, strict=True) if turn in targets]
-    elif targets != shown:
-        return None
-    supervised = [False] * len(ids)
-    for run in blocks:
-        start, end = run[0], run[-1] + 1
-        following = ids[end : end + 1]
-        is_closed = any(token_id in special for token_id in ids[start:end])
-        if not is_closed and following and following[0] in special and following != opener[:1]:
-            end += 1
-        end -= _num_tail_tokens(tokenizer, ids[start:end], special)
-        supervised[start:end] = [True] * (end - start)
-    num_turns = len(messages)
-    return Conversation(token_ids=ids, supervised=supervised, text=whole, answers={}, num_turns=num_turns)
+def _within_marks(
+    template: Template, messages: Sequence[Message], done: Conversation, special: frozenset[int]
+) -> Conversation:
+    """Return the conversation, of whose targets those remain that the template marks, with the special token
+    right after them: without an end the model would never stop. Unchanged where the template alone writes
+    other tokens, as without a thought that it does not know."""
+    marked = template.tokens(messages[: done.num_turns])
+    ids, num = list(marked["input_ids"]), len(done.token_ids)
+    if ids[:num] != done.token_ids[: len(ids)]:
+        return done
+    flags = [False, *map(bool, marked["assistant_masks"]), *[False] * num]
+    supervised = [
+        is_target and (is_marked or (follows and token_id in special))
+        for is_target, is_marked, follows, token_id in zip(done.supervised, flags[1:], flags, done.token_ids)
+    ]
+    return replace(done, supervised=supervised)
 
 
 def _num_tail_tokens(tokenizer: Any, answer: Sequence[int], special: frozenset[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -118,11 +119,19 @@ def applied(tokenizer: Any, template: str, messages: Sequence[Message], **option
     for message in known:
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
-    try:
-        return tokenizer.apply_chat_template(known, **options)
-    except TypeError:
-        # Those of DeepSeek join the arguments of a call as text.
-        return tokenizer.apply_chat_template(_with_text_arguments(known), **options)
+    made = None
+    # Those of DeepSeek join the arguments of a call as text.
+    with contextlib.suppress(TypeError):
+        made = tokenizer.apply_chat_template(known, **options)
+    calls = [call for message in known for call in message.get("tool_calls") or ()]
+    given = [(call.get("function") or {}).get("arguments") for call in calls]
+    given = [value for value in given if isinstance(value, dict) and value]
+    if made is None or any(isinstance(made, str) and str(value) in made for value in given):
+        joined = tokenizer.apply_chat_template(_with_text_arguments(known), **options)
+        # The template wrote objects as Python does; one that writes JSON would write that of a text.
+        if made is None or all(json.dumps(value, ensure_ascii=False) in joined for value in given):
+            return joined
+    return made
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -159,12 +168,10 @@ def writes_date(tokenizer: Any) -> bool:
 def with_date(tokenizer: Any, date: datetime.date) -> Any:
     """Return a copy of the tokenizer whose chat templates write `date` (and midnight) on every day. UserError
     IDLM-0219 where a template computes the format of its date."""
-    dated = copy.copy(tokenizer)
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        dated.chat_template = {name: _dated(text, date) for name, text in template.items()}
-    else:
-        dated.chat_template = _dated(template, date)
+    dated, given = copy.copy(tokenizer), tokenizer.chat_template
+    each = given if isinstance(given, dict) else {"": given}
+    each = {name: _dated(text, date) for name, text in each.items()}
+    dated.chat_template = each if isinstance(given, dict) else each[""]
     return dated
 
 

@@ -139,6 +139,10 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset((*tokenizer.all_special_ids, *flagged))
 
 
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
+
+
 @functools.lru_cache(maxsize=16)
 def hidden_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of special tokens that an answer's text leaves out: all but the tags of reasoning and of
@@ -287,8 +291,8 @@ def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
     """Return the ids of a text that continues the text `after`: there, a tokenizer that begins each text with
     a space (sentencepiece) adds none, except after a special token."""
     if after and text and _adds_space(tokenizer):
-        ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
-        end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)
+        ends = (end for end in special_tokens(tokenizer) if after.endswith(end))
+        end = max(ends, key=len, default=_LINE)
         before, both = (encode_text(tokenizer, each) for each in (end, end + text))
         if both[: len(before)] == before:
             return both[len(before) :]

@@ -8,7 +8,7 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.text.templates import Message, render
-from idlm.text.tokenizer import special_token_ids
+from idlm.text.tokenizer import special_tokens
 
 WORD = "zqcontentqz"
 QUESTION: Message = {"role": "user", "content": "a"}
@@ -20,15 +20,15 @@ def after_end(tokenizer: Any, text: str) -> str:
     """Return what a template writes after the end of the last turn and is no part of it: an eos where no
     answer is to follow (Phi-3), or what opens the next answer, whether one is to follow or not (Command A).
     Empty for one that does neither."""
-    eos = tokenizer.eos_token or ""
+    eos, tokens = tokenizer.eos_token or "", special_tokens(tokenizer)
     closed, opened = (_drawn(tokenizer, QUESTION, is_open=is_open) for is_open in (False, True))
     if closed == opened:
         ending = _drawn(tokenizer, QUESTION, ANSWER).partition(WORD)[2]
-        ends = re.escape(eos) if eos and eos in ending else "|".join(map(re.escape, _ends(tokenizer)))
+        ends = re.escape(eos) if eos and eos in ending else "|".join(map(re.escape, tokens))
         opener = re.split(ends, ending, maxsplit=1)[-1]
         return opener if opener.strip() and opener != ending and closed.endswith(opener) else ""
     rest = closed.removesuffix(eos)
-    has_two = rest != closed and rest.rstrip().endswith(_ends(tokenizer)) and not opened.startswith(closed)
+    has_two = rest != closed and rest.rstrip().endswith(tokens) and not opened.startswith(closed)
     return eos if has_two else ""
 
 
@@ -43,7 +43,7 @@ def next_tags(tokenizer: Any, text: str) -> tuple[str, str]:
 
     closed, with_question, opened = after(), after(QUESTION), after(QUESTION, is_open=True)
     opener = opened.removeprefix(with_question).lstrip()
-    tag = re.compile(rf"\s*({'|'.join(map(re.escape, _ends(tokenizer)))})")
+    tag = re.compile(rf"\s*({'|'.join(map(re.escape, special_tokens(tokenizer)))})")
 
     def tag_of(longer: str) -> str:
         found = None if closed.strip() else tag.match(longer.removeprefix(closed))
@@ -58,7 +58,3 @@ def _drawn(tokenizer: Any, *turns: Message, is_open: bool = False) -> str:
         return render(tokenizer, turns, open_turn=is_open)
     except UserError:
         return ""
-
-
-def _ends(tokenizer: Any) -> tuple[str, ...]:
-    return tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))

@@ -14,8 +14,8 @@ from idlm.errors import UserError
 from idlm.text.chat import TRAILING
 from idlm.text.left_out import kinds_left_out
 from idlm.text.templates import render
+from idlm.text.thoughts import without_thinking
 from idlm.text.tokenizer import encode_messages
-from idlm.train.data.base import without_thinking
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
 from tests.errors import refused
@@ -176,17 +176,23 @@ def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(form: 
 @pytest.mark.parametrize("marks", HEADERS_MARKED)
 def test_what_the_prompt_of_inference_ends_with_is_no_target(marks: str) -> None:
     tokenizer = tokenizer_with(HEADERS_MARKED[marks])
-    sample = sample_of(tokenizer, [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")])
-    prompt, targets = parts(tokenizer, sample)
-    assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION]))
-    assert [target.partition(END)[0] for target in targets] == ["Yes", "No"]
+    messages = [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")]
+    samples = encoder_of(tokenizer, turns="each").messages(messages, origin="here")
+    for num, sample in zip((1, 3), samples, strict=True):
+        prompt, targets = parts(tokenizer, sample)
+        assert prompt == tokenizer.decode(encode_messages(tokenizer, messages[:num]))
+        assert [target.partition(END)[0] for target in targets] == [messages[num]["content"]]
 
 
 def test_a_template_that_joins_arguments_as_text_gets_them_as_json() -> None:
-    form = FORMS["calls"].replace("call.function | tojson", "call.function.name + call.function.arguments")
-    tokenizer = tokenizer_with(form)
-    sample = sample_of(tokenizer, [QUESTION, answer(tool_calls=[CALL])])
-    assert parts(tokenizer, sample)[1] == ['zone{"city": "Rome"}' + END]
+    for sign in "+~":
+        written = f"call.function.name {sign} call.function.arguments"
+        tokenizer = tokenizer_with(FORMS["calls"].replace("call.function | tojson", written))
+        sample = sample_of(tokenizer, [QUESTION, answer(tool_calls=[CALL])])
+        assert parts(tokenizer, sample)[1] == ['zone{"city": "Rome"}' + END]
+    asked = {"role": "user", "content": "What is {'city': 'Rome'}?"}
+    sample = sample_of(form_tokenizer("calls"), [asked, answer(tool_calls=[CALL])])
+    assert '"arguments": {"city": "Rome"}' in parts(tokenizer, sample)[1][0]
 
 
 def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone() -> None:

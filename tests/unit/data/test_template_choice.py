@@ -298,6 +298,15 @@ def test_a_turn_that_begins_as_no_answer_ends_is_no_end_of_one(
     assert (NO_END in sample.notes) == (not end)
 
 
+def test_what_marks_leave_out_of_an_answer_is_no_target() -> None:
+    form = FORMS["marked"].replace("{% generation %}", "{{- 'Well: ' }}{% generation %}")
+    form = form.replace("'<|im_end|>' }}{% endgeneration %}", "'!' }}{% endgeneration %}{{- '<|im_end|>' }}")
+    encoder = Encoder(tokenizer_with(form), mask_token_id=None, use_chat_template=True)
+    (sample,) = encoder.messages([*turns("Yes"), *turns("No")], origin="here")
+    targets = encoder.tokenizer.decode(sample.token_ids[sample.supervised])
+    assert targets == f"Yes!{EOS}No!{EOS}" and "Well: Yes!" in encoder.tokenizer.decode(sample.token_ids)
+
+
 def test_special_tokens_in_the_words_of_a_user_are_told() -> None:
     """They become tokens at inference too; the plan tells of them."""
     encoder = Encoder(form_tokenizer("chatml"), mask_token_id=None, use_chat_template=True)
