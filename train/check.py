@@ -34,7 +34,7 @@ from idlm.train.config.schema import (
     refuse_problems,
     value_of,
 )
-from idlm.train.data.base import SOURCES, is_endless
+from idlm.train.data.base import SOURCES, has
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, uses_deepspeed, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_problems
@@ -322,9 +322,9 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
         yield f"model.attention={attention} has no backward pass on a CPU: use auto"
     if None not in (loop.steps, loop.epochs):
         yield f"train.steps={loop.steps} and train.epochs={loop.epochs} exclude each other: set one to null"
-    if loop.epochs is not None and is_endless(source):
+    if loop.epochs is not None and has(source, "is_endless"):
         yield f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless"
-    if loop.overlong == "split" and is_endless(source):
+    if loop.overlong == "split" and has(source, "is_endless"):
         yield f"train.overlong=split is for files, not for data.source={source}"
     if loop.offload_optimizer and loop.zero_stage not in (1, 2, 3):
         yield "train.offload_optimizer=true needs train.zero_stage=1, 2 or 3"

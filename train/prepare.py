@@ -25,7 +25,7 @@ from idlm.train.checkpoint.base_files import BaseFiles, read_base_files
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
-from idlm.train.data.base import Source, has_splits, make_encoder, open_source
+from idlm.train.data.base import Source, has, make_encoder, open_source
 from idlm.train.data.cache import CountedSource
 from idlm.train.data.checks import DataReport, inspect_data
 from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
@@ -302,7 +302,7 @@ def prepare_data(
 
 def separate_data(config: TrainConfig) -> DataConfig | None:
     """Held-out data apart from that of training: by `eval`, or a task's validation split; else None."""
-    if (config.eval.path, config.eval.split) == (None, None) and not has_splits(config.data.source):
+    if (config.eval.path, config.eval.split) == (None, None) and not has(config.data.source, "has_splits"):
         return None
     return held_out_config(config.data, config.eval.path, config.eval.split)
 

@@ -101,9 +101,9 @@ class DataConfig:
             return [self]
         parts = []
         for one in self.sources:
-            given = {name: getattr(one, name) for name in ("path", "source", "shape", "split", "subset")}
-            given = {name: value for name, value in given.items() if value is not None or name == "path"}
-            parts.append(replace(self, sources=[], **given))
+            given = {name: value for name, value in vars(one).items() if value is not None}
+            del given["weight"]
+            parts.append(replace(self, **{"sources": [], "path": None} | given))
         return parts
 
     def split_fix(self, splits: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from idlm.registry import Registry
-from idlm.text.thoughts import without_thinking as without_thinking
 from idlm.train.config.data import DataConfig
 from idlm.train.data.cache import MixedSource
 from idlm.train.data.encoder import Encoder as Encoder
@@ -44,13 +43,9 @@ SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data.s
 of the factory, because they must be known before it opens anything."""
 
 
-def is_endless(source: str) -> bool:
-    return source in SOURCES.names() and bool(getattr(SOURCES.get(source), "is_endless", False))
-
-
-def has_splits(source: str) -> bool:
-    """Return whether the source has a validation split of its own, without `eval.path`."""
-    return bool(getattr(SOURCES.get(source), "has_splits", False))
+def has(source: str, attribute: str) -> bool:
+    """Return whether a source, if there is one of the name, `is_endless` or `has_splits` for validation."""
+    return source in SOURCES.names() and bool(getattr(SOURCES.get(source), attribute, False))
 
 
 def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +19,7 @@ from idlm.text.detokenizer import answer_text
 from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, other_tag, reasoning, without_thinking
-from idlm.text.tokenizer import (
-    encode_bare,
-    encode_messages,
-    encode_prompt,
-    encode_text,
-    num_token_ids,
-    special_token_ids,
-)
+from idlm.text.tokenizer import encode_bare, encode_messages, encode_text, num_token_ids, special_tokens
 from idlm.text.transcripts import is_transcript, opens_answer
 from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
@@ -34,6 +27,7 @@ from idlm.train.data.layout import Sample
 SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "texts hold those of special tokens, which become those tokens, as at inference"
+UNKNOWN = "answers have characters that the tokenizer does not have, and teach its unknown token"
 TRANSCRIPT = "texts hold the turns of a chat, of which the words of users are targets too"
 OPENED = "prompts end as those of a chat that is written as text, and are one turn of a user here"
 OTHER_TAGS = (
@@ -43,7 +37,7 @@ LATER_BLOCK = f"answers hold a {OPEN} block after their beginning, which is not 
 RESULT = "<tool_response>"
 TAGS_TWICE = "turns of tools hold the tags that the chat template writes around them"
 RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
-RENDERING = 7
+RENDERING = 8
 """Goes up when records become other samples: caches hold them."""
 
 
@@ -76,8 +70,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.mask_token_id = mask_token_id
         self.thinking, self.turns, self.left_out = thinking, turns, left_out
-        special = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or "(?!)")
         self._ends = re.compile(rf"(?:(?:{self._special.pattern})\s*)+\Z")
         self._vanishing: dict[str, dict[Any, frozenset[int]]] = {}
         self._num_ids = num_token_ids(tokenizer)
@@ -199,7 +192,13 @@ class Encoder:
         kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no
         end-of-turn token. Raises UserError IDLM-0227 where the record comes from another tokenizer or
         template."""
-        prompt_ids = self._prompt_ids(prompt)
+        if isinstance(prompt, str) and self.use_chat_template:
+            prompt = [{"role": "user", "content": prompt}]
+        is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
+        if is_chat:
+            prompt_ids = encode_messages(self.tokenizer, prompt)
+        else:
+            prompt_ids = encode_bare(self.tokenizer, [prompt])[0] if isinstance(prompt, str) else list(prompt)
         highest = max([*prompt_ids, *answer["token_ids"]], default=0)
         if highest >= self._num_ids:
             raise UserError(
@@ -220,30 +219,17 @@ class Encoder:
         is_ours = answer_text(self.tokenizer, token_ids) == answer["text"]
         if is_ours and token_ids and self.thinking == "keep":
             return [self._checked(Sample.from_pair(prompt_ids, token_ids, origin=origin))]
-        sample = self._rendered_answer(prompt, answer["text"], origin)
+        response = self._response(answer["text"], origin)
+        if is_chat:
+            turns = [self._turn(message, origin) for message in prompt]
+            turns.append({"role": "assistant", "content": response})
+            sample = self._conversation(turns, origin=origin, turns="last")
+        else:
+            sample = self._checked(Sample.from_pair(prompt_ids, self._with_eos(response), origin=origin))
         if answer["finish_reason"] != "stop":
             # The end of the turn, its last supervised token, would teach to stop in mid-sentence.
             sample = self._checked(sample.piece(0, int(np.flatnonzero(sample.supervised)[-1])))
         return [sample if is_ours else replace(sample, notes=(*sample.notes, RETOKENISED))]
-
-    def _rendered_answer(self, prompt: Any, text: str, origin: str) -> Sample:
-        if isinstance(prompt, str):
-            return self.pair(prompt, text, origin=origin)
-        if prompt and isinstance(prompt[0], int):
-            token_ids = self._with_eos(self._response(text, origin))
-            return self._checked(Sample.from_pair(prompt, token_ids, origin=origin))
-        messages = [self._turn(message, origin) for message in prompt]
-        messages.append({"role": "assistant", "content": self._response(text, origin)})
-        return self._conversation(messages, origin=origin, turns="last")
-
-    def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Return the ids that `idlm-generate` feeds for a text, a conversation or ids."""
-        if isinstance(prompt, str):
-            template: Literal["auto", "none"] = "auto" if self.use_chat_template else "none"
-            return encode_prompt(self.tokenizer, prompt, template=template)
-        if prompt and isinstance(prompt[0], int):
-            return list(prompt)
-        return encode_messages(self.tokenizer, prompt)
 
     def _conversation(
         self,
@@ -328,6 +314,8 @@ class Encoder:
             )
         if not sample.num_targets:
             raise _nothing_to_predict(sample.origin, f"{len(sample)} tokens")
+        if self.tokenizer.unk_token_id in sample.token_ids[sample.supervised]:
+            return replace(sample, notes=(*sample.notes, UNKNOWN))
         return sample
 
 

@@ -133,17 +133,15 @@ class StreamRows:
 
     def __init__(self, source: Source, limits: LengthLimits) -> None:
         self.source, self.limits = source, limits
-        self._pools: Recent[list[list[int]]] = Recent(4)
-        # Planning makes the samples that are read right after it.
-        self._samples: Recent[Sample | None] = Recent(4096)
+        self._pools: Recent[list[dict[int, Sample]]] = Recent(4)
 
-    def members(self, item: int) -> list[int]:
+    def members(self, item: int) -> dict[int, Sample]:
+        """The samples of a row by their indices."""
         pool, row = divmod(item, ROWS_PER_POOL)
         return self._pools.get(pool, self._plan)[row]
 
     def row(self, item: int) -> list[Sample]:
-        used = (self._samples.get(index, self._used) for index in self.members(item))
-        return [sample for sample in used if sample is not None]
+        return [*self.members(item).values()]
 
     def _used(self, index: int) -> Sample | None:
         """Sample `index` within the limits, None where it is dropped."""
@@ -153,21 +151,20 @@ class StreamRows:
         parts = self.limits.parts(sample)
         return sample.piece(*parts[0]) if parts else None
 
-    def _plan(self, pool: int) -> list[list[int]]:
+    def _plan(self, pool: int) -> list[dict[int, Sample]]:
         capacity = self.limits.row_length
         volume = ROWS_PER_POOL * capacity
-        members: list[int] = []
+        samples: dict[int, Sample] = {}
         costs: list[int] = []
         total = 0
         for index in range(pool * volume, (pool + 1) * volume):
-            sample = self._samples.get(index, self._used)
-            if sample is not None:
-                members.append(index)
+            if (sample := self._used(index)) is not None:
+                samples[index] = sample
                 costs.append(self.limits.num_rows(sample))
                 total += costs[-1]
                 if total >= volume:
                     break
-        if not members:
+        if not samples:
             raise UserError(
                 "IDLM-0205",
                 f"each of {volume} samples in turn is too long for train.max_length or train.row_length",
@@ -176,7 +173,8 @@ class StreamRows:
         rows = best_fit_decreasing(costs, capacity, max_bins=ROWS_PER_POOL)
         rows.extend([] for _ in range(ROWS_PER_POOL - len(rows)))
         order = np.random.default_rng([pool, capacity]).permutation(ROWS_PER_POOL)
-        return [sorted(members[number] for number in rows[row]) for row in order]
+        found = [*samples.items()]
+        return [dict(found[number] for number in sorted(rows[row])) for row in order]
 
 
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:

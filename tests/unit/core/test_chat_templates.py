@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from idlm.text.thoughts import without_thinking
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
-from idlm.train.data.base import Encoder, without_thinking
+from idlm.train.data.base import Encoder
 from tests.unit.conversations import render_conversation
 
 SPECIAL = [

@@ -158,8 +158,8 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     name, keys = max(candidates, key=likeness)
     missing = [key for key in keys if key not in record]
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    nearest = {key: _nearest(key, record) for key in missing}
-    fixes = [f"rename {like} to {key}" for key, (ratio, like) in nearest.items() if ratio >= MIN_LIKENESS]
+    nearest = ((key, *_nearest(key, record)) for key in missing)
+    fixes = [f"rename {like} to {key}" for key, ratio, like in nearest if ratio >= MIN_LIKENESS]
     lists = [key for key, value in record.items() if _may_be_turns(value)]
     if lists and not fixes:
         fixes = [f"rename {lists[0]} to messages if it holds the turns"]

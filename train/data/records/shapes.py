@@ -100,7 +100,8 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
     _refuse_parts(record, keys)
-    turns = [*_context(prompt, keys[0]), *_with_thought(_reply(response, keys[1]), record)]
+    asked = [replace(turn, is_trained=False) for turn in _reply(prompt, keys[0], "user")]
+    turns = [*asked, *_with_thought(_reply(response, keys[1]), record)]
     is_pair = isinstance(prompt, str) and isinstance(response, str)
     return _encoded(record, turns, encoder, origin, needs_template=not is_pair)
 
@@ -181,7 +182,8 @@ def _encoded(
     if prompt in template_kwargs and prompt not in _words(all_template_text(encoder.tokenizer)):
         record = {**record, prompt: template_kwargs.pop(prompt)}
     turns = _with_context(record, turns)
-    tools = _tools(record, turns)
+    # Some templates look for the tools in a turn.
+    tools = next(filter(None, map(tools_of, (record, *(turn.message for turn in turns)))), [])
     trained = {index: turn.is_trained for index, turn in enumerate(turns) if turn.role == "assistant"}
     if trained and not any(trained.values()):
         raise UserError(
@@ -225,11 +227,6 @@ def _with_thought(turns: list[Message], record: Record) -> list[Message]:
         replace(turn, message=turn.message | thought) if index in answers else turn
         for index, turn in enumerate(turns)
     ]
-
-
-def _context(value: Any, key: str) -> list[Message]:
-    """Return the turns of a prompt, of which none is a target."""
-    return [replace(turn, is_trained=False) for turn in _reply(value, key, "user")]
 
 
 def _reply(value: Any, key: str, role: str = "assistant") -> list[Message]:
@@ -328,12 +325,6 @@ def _with_context(record: Record, turns: Sequence[Message]) -> list[Message]:
         turn for key, value in present(record, (HISTORY_KEY,)).items() for turn in history_turns(value, key)
     ]
     return [*(_system(record, system) or system), *history, *found[len(system) :]]
-
-
-def _tools(record: Mapping[str, Any], turns: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
-    """Return the tools next to the turns, or else those of a turn, where some templates look for them."""
-    found = (tools_of(given) for given in (record, *(turn.message for turn in turns)))
-    return next(filter(None, found), [])
 
 
 def _system(record: Mapping[str, Any], first: Sequence[Message]) -> list[Message]:

@@ -45,21 +45,18 @@ WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of a conversation: a list or its JSON text, of which each item may be text too."""
-    given = {key: _tools(value, key) for key, value in present(record, TOOLS_KEYS).items()}
-    (first, *others) = given.values() or [[]]
-    if any(other != first for other in others):
-        raise unusable(f"the record has different {' and '.join(given)}", fix="delete one of them")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key, value in present(record, TOOLS_KEYS).items():
+        fix = f"write {key} as [{TOOL}, ...] or as its JSON text, or delete the key"
+        tools = parsed(value, key, fix=fix)
+        if not isinstance(tools, list | None):
+            raise unusable(f"{key}={shown(value)}, which is not a list", fix=fix)
+        named = _named(tools or [], key)
+        found[key] = [_function(parsed(tool, name, fix=fix), name, TOOL) for name, tool in named]
+    first = next(iter(found.values()), [])
+    if any(other != first for other in found.values()):
+        raise unusable(f"the record has different {' and '.join(found)}", fix="delete one of them")
     return first
-
-
-def _tools(value: Any, key: str) -> list[dict[str, Any]]:
-    fix = f"write {key} as [{TOOL}, ...] or as its JSON text, or delete the key"
-    tools = parsed(value, key, fix=fix)
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise unusable(f"{key}={shown(value)}, which is not a list", fix=fix)
-    return [_function(parsed(tool, name, fix=fix), name, TOOL) for name, tool in _named(tools, key)]
 
 
 def calls_of(value: Any, name: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,10 @@ from idlm.train.data.records.detect import wanted_columns
 from idlm.train.data.records.parts import VALUE_KEYS, value_of
 
 BATCH_ROWS = 256
+WAYS = (
+    "give a folder of save_to_disk, or a file with data.source=auto; data.subset names one of several "
+    "configurations; the hub needs network or its cache"
+)
 
 
 class DatasetReader:
@@ -32,7 +35,10 @@ class DatasetReader:
     def __init__(self, config: DataConfig, cache: Path) -> None:
         path, self.split = Path(str(config.path)), config.split
         options: dict[str, Any] = {"cache_dir": str(cache / "datasets")} if path.exists() else {}
-        with _loading(config):
+        key = config.section
+        what = f"the dataset {key}.path={path} ({key}.split={self.split}) cannot be loaded"
+        # Network, hub, cache and formats have errors of their own.
+        with naming("IDLM-0232", what, fix=WAYS):
             found, data_files, left_out = _load(path, config, options)
         self.dataset = _split_of(found, config)
         self.names: tuple[str, ...] = (f"{config.path}[{self.split}]",)
@@ -56,17 +62,6 @@ class DatasetReader:
                     record[key] = value_of(record[key])
                 yield Row(file=0, number=number, value=record, unread=unread)
             self.share_read = number / len(dataset)
-
-
-def _loading(config: DataConfig) -> AbstractContextManager[None]:
-    """Inside, errors of network, hub, cache and format become UserError IDLM-0232."""
-    key = config.section
-    fix = (
-        "give a folder of save_to_disk, or a file with data.source=auto; data.subset names one of several "
-        "configurations; the hub needs network or its cache"
-    )
-    what = f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded"
-    return naming("IDLM-0232", what, fix=fix)
 
 
 def _load(
