@@ -19,7 +19,7 @@ from idlm.config.project import install_command
 from idlm.config.schema import walk
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.files.records import SUFFIXES, find_files
+from idlm.files.records import SUFFIXES, search
 from idlm.semantics import MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
 from idlm.train.config.data import FILE_SOURCES, DataConfig, held_out_config
@@ -266,7 +266,7 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
     for key, path, source in [*given, ("eval.path", config.eval.path, data.source)]:
         if source in SUFFIXES and path is not None and path.strip():
             try:
-                found = find_files(path, SUFFIXES[source])
+                found = search(path, SUFFIXES[source]).paths
             except UserError as error:
                 several = "; several are data.sources=[{path: A}, {path: B}]" if "," in path else ""
                 yield f"{key}: {error.message}{several}"

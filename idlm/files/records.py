@@ -174,10 +174,6 @@ def shown(path: Any) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def find_files(path: str | None, groups: Sequence[Sequence[str]]) -> tuple[Path, ...]:
-    return search(path, groups).paths
-
-
 def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
     """Return the files of `path`: one file, a pattern (`data/*.jsonl`), or a folder with all below it.
 
@@ -294,7 +290,7 @@ def source_of(path: str) -> str:
         return "hf"
     files = [Path(path)]
     with contextlib.suppress(UserError):
-        files = [*find_files(path, ANY_FILE)]
+        files = [*search(path, ANY_FILE).paths]
     kinds = SUFFIXES | {"hf": ((".arrow",),)}
     found = [name for name, groups in kinds.items() if any(_taken(files, group) for group in groups)]
     found = [name for name in found if name != "csv"] or found

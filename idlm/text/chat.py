@@ -167,7 +167,11 @@ def _within_marks(
     """Return the conversation, of whose targets those remain that the template marks, with the special token
     right after them: without an end the model would never stop. Unchanged where the template alone writes
     other tokens, as without a thought that it does not know."""
-    marked = template.tokens(messages[: done.num_turns])
+    names = template_names(
+        template.text, template.tools, enable_thinking=None, template_kwargs=template.names
+    )
+    asked: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True, **names}
+    marked = applied(template.tokenizer, template.text, messages[: done.num_turns], **asked)
     ids, num = list(marked["input_ids"]), len(done.token_ids)
     if ids[:num] != done.token_ids[: len(ids)]:
         return done
@@ -250,17 +254,6 @@ class Template:
         is_answer = bool(messages) and messages[-1]["role"] == "assistant"
         tag = self.tags[bool(messages[-1].get("tool_calls"))] if is_answer else ""
         return text.removesuffix(self.after_end) + tag
-
-    def tokens(self, messages: Sequence[Message]) -> Any:
-        """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""
-        return applied(
-            self.tokenizer,
-            self.text,
-            messages,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **template_names(self.text, self.tools, enable_thinking=None, template_kwargs=self.names),
-        )
 
     def around(self, history: Sequence[Message]) -> tuple[str, str]:
         """Return what is written before and after the content of an assistant's turn that follows `history`;

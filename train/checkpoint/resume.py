@@ -27,7 +27,7 @@ from idlm.config.compose import yaml_text
 from idlm.errors import UserError, naming
 from idlm.files.disk import cannot_save, release_lock, replace_text, take_lock
 from idlm.files.paths import translate_path_errors
-from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
+from idlm.files.records import SUFFIXES, content_digest, files_below, search
 from idlm.publish import clear_stale
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 from idlm.train.distributed.collectives import from_rank_zero
@@ -339,7 +339,7 @@ def _content(path: str, kind: str) -> str | None:
     node = Path(path)
     try:
         if kind in SUFFIXES:
-            files = list(find_files(path, SUFFIXES[kind]))
+            files = list(search(path, SUFFIXES[kind]).paths)
         elif kind == "model":
             files = sorted(file for file in node.iterdir() if file.suffix in OF_A_MODEL)
         else:

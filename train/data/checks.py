@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from idlm.errors import UserError, some_of
-from idlm.files.records import SUFFIXES, find_files
+from idlm.files.records import SUFFIXES, search
 from idlm.text.templates import all_template_text, thinking_switch
 from idlm.train.config.data import DataConfig, held_out_config
 from idlm.train.config.schema import TrainConfig
@@ -268,6 +268,6 @@ def _files(data: DataConfig) -> tuple[Path, ...]:
     if data.source not in SUFFIXES or not data.path:
         return ()
     try:
-        return find_files(data.path, SUFFIXES[data.source])
+        return search(data.path, SUFFIXES[data.source]).paths
     except UserError:
         return ()

@@ -19,7 +19,7 @@ from torch import nn
 
 from idlm.errors import UserError
 from idlm.files.paths import PACKINGS
-from idlm.files.records import SUFFIXES, find_files
+from idlm.files.records import SUFFIXES, search
 from idlm.semantics import PROJECTIONS
 from idlm.train.check import CHOSEN
 from idlm.train.checkpoint.resume import CONFIG_FILE, RUN_FOLDER
@@ -226,7 +226,7 @@ def _rows_of_step(config: TrainConfig, length: int, maximum: int) -> int:
         if part.source not in SUFFIXES:
             return maximum
         with contextlib.suppress(UserError, OSError):
-            for path in find_files(part.path, SUFFIXES[part.source]):
+            for path in search(part.path, SUFFIXES[part.source]).paths:
                 is_plain = part.source != "parquet" and path.suffix not in PACKINGS
                 num_bytes += path.stat().st_size * (1 if is_plain else PACKED)
     rows = num_bytes / BYTES_PER_TOKEN / length * (config.train.epochs or 1)

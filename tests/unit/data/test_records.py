@@ -216,6 +216,8 @@ def test_reasoning_and_other_keys_of_turns_go_to_the_template() -> None:
         "ignored": {"messages[].id"},
     }
     assert read({"messages": [USER, ANSWER | {"name": "Kim"}]})["ignored"] == {"messages[].name"}
+    asked = USER | {"reasoning_content": "hm"}
+    assert read({"messages": [asked, ANSWER]})["ignored"] == {"messages[].reasoning_content"}
 
 
 def test_preferences_are_trained_on_where_that_is_said() -> None:

@@ -224,8 +224,9 @@ def _turn(turn: Any, name: str) -> Message:
         raise unusable(f"{name} ({role}) has no content: {shown(given)}", fix=WRITE_TURNS)
     message = {"role": ROLES[role], "content": "" if content is None else text_of(content, f"{name}.content")}
     is_trained = _weight(given, name)
-    extra = [key for key in rest if key not in MESSAGE_KEYS]
-    if is_trained and message["role"] != "assistant":
+    is_answer = message["role"] == "assistant"
+    extra = [key for key in rest if key not in MESSAGE_KEYS or (key in REASONING_KEYS and not is_answer)]
+    if is_trained and not is_answer:
         extra += [key for key in UNTRAINED_BY if key in given]
     return Message(
         message=message | ({"tool_calls": calls} if calls else {}) | rest,

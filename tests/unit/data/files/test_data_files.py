@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from idlm.errors import UserError
 from idlm.files.paths import likely_encoding
-from idlm.files.records import SUFFIXES, find_files, search
+from idlm.files.records import SUFFIXES, search
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
@@ -69,14 +69,14 @@ def test_hidden_and_temporary_files_of_a_folder_are_left_out_and_named(tmp_path:
     assert list(every.paths) == [folder / "a.jsonl", folder / "deep" / "b.jsonl"]
     assert str(folder / ".ipynb_checkpoints/a-checkpoint.jsonl") in every.left_out
     for name in NOT_DATA:
-        assert find_files(str(folder / name), SUFFIXES["jsonl"]) == (folder / name,), "named explicitly"
-    assert len(find_files(str(folder / "._*"), SUFFIXES["jsonl"])) == 1
-    inside = find_files(str(folder / ".ipynb_checkpoints" / "*.jsonl"), SUFFIXES["jsonl"])
+        assert search(str(folder / name), SUFFIXES["jsonl"]).paths == (folder / name,), "named explicitly"
+    assert len(search(str(folder / "._*"), SUFFIXES["jsonl"]).paths) == 1
+    inside = search(str(folder / ".ipynb_checkpoints" / "*.jsonl"), SUFFIXES["jsonl"]).paths
     assert len(inside) == 1
     described = [written(tmp_path / "card" / name) for name in ("a.json", "dataset_infos.json")]
     assert search(str(tmp_path / "card"), SUFFIXES["jsonl"]) == ((described[0],), (str(described[1]),))
     with pytest.raises(UserError, match=r"IDLM-0209.*left out: .*\.tmp"):
-        find_files(str(written(tmp_path / "empty" / "a.jsonl.tmp").parent), SUFFIXES["jsonl"])
+        search(str(written(tmp_path / "empty" / "a.jsonl.tmp").parent), SUFFIXES["jsonl"])
 
 
 def test_the_plan_folds_the_names_of_many_files(tmp_path: Path) -> None:
