@@ -9,12 +9,12 @@ come from the sample's own random stream until one hashes into the split."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from random import Random
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
@@ -72,23 +72,6 @@ def judge(prompt: str, response: str, execute: Callable[[str], tuple[Sequence[Se
     return Grade(correct=True, final_answer_correct=True)
 
 
-class Task(Protocol):
-    """A generated task. Implementations register a class in `TASKS` and are built from a level and knobs."""
-
-    name: ClassVar[str]
-
-    def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""
-        ...
-
-    def check(self, prompt: str, response: str) -> Grade: ...
-
-    @staticmethod
-    def surface_texts() -> Iterator[str]:
-        """Yield texts that together contain every word of the task in every position (for the tokenizer)."""
-        ...
-
-
 def canonical_entity(idx: int) -> str:
     """Return the name that the `idx`-th entity has in a skeleton."""
     return f"E{chr(ord('a') + idx)}"
@@ -101,9 +84,13 @@ def split_of_skeleton(text: str) -> Split:
     return "validation" if value < int((TEST_SHARE + VALIDATION_SHARE) * 2**64) else "train"
 
 
-class GeneratedTask(Task, Generic[Problem]):
-    """Base of tasks whose problems are drawn at random: levels, knobs and splits."""
+class Task(ABC, Generic[Problem]):
+    """A generated task, whose problems are drawn at random: levels, knobs and splits. Subclasses are in
+    `TASKS`."""
 
+    name: ClassVar[str]
+    check: Callable[[str, str], Grade]
+    """Judge a response to a prompt."""
     LEVELS: ClassVar[Mapping[str, Any]]
     """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
 
@@ -136,7 +123,8 @@ class GeneratedTask(Task, Generic[Problem]):
         return config
 
     def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` of `split`: the first problem of its own random stream that lies there. Only
+        """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index): the
+        first problem of its own random stream that lies there. Only
         `Random.random` is used on the stream: Python keeps its values stable across versions. UserError
         IDLM-0223: unknown split, IDLM-0224: negative index."""
         if split not in SPLITS:
@@ -163,6 +151,11 @@ class GeneratedTask(Task, Generic[Problem]):
     @abstractmethod
     def canonical_prompt(problem: Problem) -> str:
         """Return the skeleton of a problem's prompt."""
+
+    @staticmethod
+    @abstractmethod
+    def surface_texts() -> Iterator[str]:
+        """Yield texts that together contain every word of the task in every position (for the tokenizer)."""
 
     @abstractmethod
     def write(self, problem: Problem, random: Callable[[], float]) -> TaskSample:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import GeneratedTask, TaskSample, canonical_entity, draw_names
+from idlm.tasks.base import Task, TaskSample, canonical_entity, draw_names
 from idlm.tasks.ledger_check import check_ledger
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
@@ -201,7 +201,7 @@ def render_response(
 
 
 @TASKS.register("ledger")
-class Ledger(GeneratedTask[WordProblem]):
+class Ledger(Task[WordProblem]):
     name: ClassVar[str] = "ledger"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_ledger)

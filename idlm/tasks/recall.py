@@ -21,7 +21,7 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import GeneratedTask, TaskSample, canonical_entity, draw_names
+from idlm.tasks.base import Task, TaskSample, canonical_entity, draw_names
 from idlm.tasks.recall_check import check_recall
 
 VALUES = tuple("bdfgklmnprstvwxz")
@@ -85,7 +85,7 @@ def _question(keys: Sequence[str]) -> str:
 
 
 @TASKS.register("recall")
-class Recall(GeneratedTask[Records]):
+class Recall(Task[Records]):
     name: ClassVar[str] = "recall"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_recall)
