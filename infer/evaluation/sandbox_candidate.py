@@ -8,7 +8,6 @@ import collections
 import collections.abc
 import importlib.abc
 import importlib.machinery
-import io
 import json
 import os
 import sys
@@ -24,12 +23,7 @@ MUTABLE: dict[str, type] = {
     "set": set,
     "deque": collections.deque,
     "bytearray": bytearray,
-    "StringIO": io.StringIO,
-    "BytesIO": io.BytesIO,
 }
-FILES: dict[str, type] = {"StringIO": io.TextIOBase, "BytesIO": io.BufferedIOBase}
-CONTAINERS = MUTABLE | FILES
-"""What is of each kind: the candidate sees any file as one in memory."""
 FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset}
 VIEWS: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
     "keys": (collections.abc.KeysView, lambda items: dict.fromkeys(items).keys()),
@@ -41,9 +35,9 @@ FORMS: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.range": lambda value: [value.start, value.stop, value.step],
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    "datetime.datetime": lambda value: [value.isoformat()],
-    "datetime.date": lambda value: [value.isoformat()],
-    "datetime.time": lambda value: [value.isoformat()],
+    **dict.fromkeys(
+        ("datetime.datetime", "datetime.date", "datetime.time"), lambda value: [value.isoformat()]
+    ),
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     "array.array": lambda value: [value.typecode, value.tolist()],
 }
@@ -204,9 +198,6 @@ class Wire:
 
     def refill(self, number: int, form: Any) -> None:
         target, items = self.shared[number], self.unpack(form)
-        if isinstance(items, io.StringIO | io.BytesIO) and isinstance(target, io.IOBase):
-            _refill_file(target, items)
-            return
         if not isinstance(target, type(items)):
             raise RuntimeError("the program sent contents of another container")
         if isinstance(target, list | bytearray):
@@ -233,7 +224,7 @@ class Wire:
             return {"float": float(value).hex()}
         if isinstance(value, bytes | memoryview):
             return {"bytes": bytes(value).hex()}
-        if isinstance(value, tuple(CONTAINERS.values())):
+        if isinstance(value, tuple(MUTABLE.values())):
             is_shared = id(value) in self._numbers or self._objects is None
             return (self._share if is_shared else self.contents)(value)
         return self._pack_frozen(value)
@@ -258,9 +249,7 @@ class Wire:
         return {"object": len(self._objects) - 1}
 
     def contents(self, value: Any) -> Message:
-        kind = next(kind for kind, each in CONTAINERS.items() if isinstance(value, each))
-        if isinstance(value, io.IOBase):
-            return {kind: [self.pack(item) for item in _file_state(value)]}
+        kind = next(kind for kind, each in MUTABLE.items() if isinstance(value, each))
         if isinstance(value, dict):
             return {kind: [[self.pack(key), self.pack(item)] for key, item in value.items()]}
         return {kind: value.hex() if kind == "bytearray" else [self.pack(item) for item in value]}
@@ -293,8 +282,6 @@ class Wire:
                 return self._peer.unpack(held, self)
             case "own":
                 return self._peer.iterators[held][0]
-            case "StringIO" | "BytesIO":
-                return _file(MUTABLE[kind](), *map(self.unpack, held))
         items = [self.unpack(item) for item in held]
         if kind in VIEWS:
             return VIEWS[kind][1](items)
@@ -340,33 +327,6 @@ def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
     sys.modules[name] = module
     loader.exec_module(module)
     return module
-
-
-def _file_state(file: Any) -> tuple[Any, ...]:
-    """All of a file, and the position in it; nothing of a closed one."""
-    if file.closed:
-        return ()
-    position = file.tell()
-    contents = (file.seek(0), file.read())[1]
-    return contents, file.seek(position)
-
-
-def _file(file: Any, *state: Any) -> Any:
-    if not state:
-        file.close()
-    for step, each in zip((file.write, file.seek), state, strict=False):
-        step(each)
-    return file
-
-
-def _refill_file(target: Any, file: Any) -> None:
-    if file.closed:
-        target.close()
-    elif not target.closed:
-        if _file_state(target)[0] != file.getvalue():
-            target.truncate(target.seek(0))
-            target.write(file.getvalue())
-        target.seek(file.tell())
 
 
 def serve() -> None:

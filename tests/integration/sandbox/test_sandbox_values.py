@@ -67,7 +67,7 @@ LIBRARIES = (
 
 def _lines(text: str) -> list[str]:
     found = text.strip().splitlines()
-    assert len(found) >= 12
+    assert len(found) >= 11
     return found
 
 
@@ -123,16 +123,12 @@ list(f(map(f0, [[[1], [2]], [[3]]]))) == [[1, 2], [3]] | return x
 (lambda x: ([*f(x)], x))([2]) == ([2, 0], [2, 0]) | yield x[0]; x.append(0); yield x[1]
 [*f(iter([[1], [2]]))] == [[1, 1], [2, 2]] | return ([*each, *each] for each in x)
 (lambda x: (f(iter(x)), x))([[1], [2]]) == (None, [[1, 0], [2, 0]]) | [each.append(0) for each in x]
-f(io.StringIO('a\\nb\\n')) == ['a', 'b'] | return [line.strip() for line in x]
-(lambda x: (f(x), x.getvalue()))(io.StringIO()) == (2, 'hi') | return x.write('hi')
-(lambda x: (f(x), x.read()))(io.BytesIO(b'abcd')) == (b'ab', b'cd') | return x.read(2)
-(lambda x: (f(x), x.closed))(io.StringIO('a')) == ('a', True) | with x: return x.read()
 """
 
 
 @needs_sandbox
-def test_iterators_and_files_are_read_where_they_are() -> None:
-    code, test, names = "import io, itertools\n", "import io, itertools\n", list[str]()
+def test_iterators_are_read_where_they_are() -> None:
+    code, test, names = "import itertools\n", "import itertools\n", list[str]()
     for number, (sent, body) in enumerate(line.split(" | ") for line in _lines(ITERATORS)):
         names.append(f"f{number}")
         code += f"def f{number}(x):\n    {body}\n"
