@@ -98,7 +98,7 @@ def add_arm(
     evaluation = result.evaluation
     measured: tuple[Measured, ...] = (
         ("exact_match", result.share, "share", base.share),
-        ("standard_error", binomial_error(result.share, evaluation.num_prompts), "share", None),
+        ("standard_error", binomial_error(result.share, len(evaluation.prompts)), "share", None),
         ("tokens_per_forward", evaluation.tokens_per_forward, "tokens", 1.0),
         ("tokens_per_second", evaluation.tokens_per_second, "tokens/s", base.evaluation.tokens_per_second),
         *further,

@@ -185,8 +185,7 @@ class Evaluation:
     """Figures of one engine on one set of prompts. Failed answers count as wrong; `seconds` is wall time,
     `prompts` are token ids."""
 
-    num_prompts: int
-    prompts: Sequence[Any] = ()
+    prompts: Sequence[Any]
     exact_match: float
     num_tokens: int
     num_forwards: int
@@ -205,7 +204,7 @@ class Evaluation:
     @property
     def scores(self) -> list[float]:
         """For each prompt, the share of its answers that are correct."""
-        n = len(self.verdicts) // self.num_prompts
+        n = len(self.verdicts) // len(self.prompts)
         correct = [verdict.correct for verdict in self.verdicts]
         return [sum(correct[start : start + n]) / n for start in range(0, len(correct), n)]
 
@@ -267,7 +266,6 @@ def evaluate(
         failed = f"{len(errors)} of {len(completions)} answers failed and count as wrong"
         warnings.warn(f"decoder {engine.decoder.name}: {failed}; the first: {errors[0]}", stacklevel=2)
     return Evaluation(
-        num_prompts=len(samples),
         prompts=encoded,
         exact_match=sum(verdict.correct for verdict in verdicts) / len(verdicts),
         num_tokens=sum(len(done.token_ids) for done in completions),
