@@ -14,73 +14,127 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.sets import FiniteSet
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import And, Ge, Gt, Le, Lt, Or
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser, verify
+from sympy import And, Ge, Gt, Le, Lt, Or, Symbol
 
+# Else K is k, and E is the number e.
+parser.latex2sympy = partial(parser.latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))
+
+FOLDER = Path(__file__).parent
 MEMORY = 4 << 30
 SPACE = re.compile(r"(?<!\\)(?:\\[,;:> ]|~)")
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
 # A sec at the end is a unit.
 FUNCTION = r"(?:(?:arc)?(?:sin|cos|tan|cot|csc)h?|sec(?!$)|log|ln|exp|sqrt|pi)"
 ABBREVIATION = r"(?:[cdk]m|mm|k?mph|ft|mi|yd|in|[km]g|lbs?|oz|m[lL]|hrs?|ms)"
-MEASURE = rf"(?:sq\.?\s+)?(?:m(?=[/^])|{ABBREVIATION})\.?(?:/[a-z]+)?(?:\^\{{?[23]\}}?)?"
+MEASURE = rf"(?:sq\.?\s+)?(?:m(?=[/^])|units?|{ABBREVIATION})\.?(?:/[a-z]+)?(?:\^\{{?[23]\}}?)?"
+CHANGE = (
+    r"(?:plus|minus|times|divided|over|mod|squared|cubed|factorial|choose|and|negative|(?:less|more) than"
+    r"|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-z ]*below)\b"
+)
+"""Words after a number that change it."""
 UNIT = re.compile(
-    rf"(?:(?<=[\d}}])|(?<=\\pi))(?:\s+(?!(?:{FUNCTION}|plus|minus|times|divided|over|mod)\b)"
-    rf"(?:[A-Za-z]{{3,}}[A-Za-z ./]*|{MEASURE})"
+    rf"(?:(?<=[\d}}])|(?<=\\pi))(?:\s+(?!{FUNCTION}\b|{CHANGE})"
+    rf"(?:{MEASURE}(?![A-Za-z])|[A-Za-z]{{3,}}[A-Za-z ./]*)"
     r"|\s*/\s*[A-Za-z]{3,}|(?:(?<=1)st|(?<=2)nd|(?<=3)rd|(?<=\d)th))$"
 )
 UNIT_OF_NUMBER = re.compile(rf"(?:(?<=[\d}}])|(?<=\\pi))\s*(?:{ABBREVIATION}|[mgsLh])\.?$")
 """What may be a variable too: a unit where the right answer has no letter."""
 UNIT_AS_TEXT = re.compile(
-    r"(?<=[^\s{(\[,])(?:\s*/?\\(?:text|textrm|mbox|mathrm(?!\s*\{[ei]\}))\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?)+$"
+    rf"(?<=[^\s{{(\[,])(?:\s*/?\\(?:text|textrm|mbox|mathrm)\s*\{{(?!\s*{CHANGE})[^{{}}]*\}}"
+    r"(?:\^\{?-?\d\}?)?)+$"
 )
+UNITS = {
+    name: line.split()[0]
+    for line in (FOLDER / "units.txt").read_text(encoding="utf-8").splitlines()
+    for name in line.split()
+}
+"""Units by their names, and words that differ from each other as units do."""
 # The units that math-verify removes are variables as well: c, d, s, t.
-NORMALIZATION = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
-)
+NORMALIZATION = NormalizationConfig(malformed_operators=True, nits=True)
 RELATIONS = (Ge, Gt, Le, Lt)
 EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALIZATION), ExprExtractionConfig())
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\b({'|'.join(SCALES)})\b[^\d{{}}]*\}}?$")
+SCALES = {"dozen": 12, "hundred": 100} | {
+    name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), start=1)
+}
+SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\b({'|'.join(SCALES)})\b(?!\s+and\b)[^\d{{}}]*\}}?$")
+NAMES = (FOLDER / "numbers.txt").read_text(encoding="utf-8").split()
+NUMBERS = dict(zip(NAMES, (*range(20), *range(20, 100, 10)), strict=True))
+NUMBER = re.compile(rf"\b(?:({'|'.join(NAMES[20:])})[\s-]+)?({'|'.join(NAMES)})\b", re.IGNORECASE)
 QUANTITIES = re.compile(
     r"\\(?:text|mbox)\s*\{(?!\s*,?\s*(?:and|or)\s*\})[^{}]*[A-Za-z][^{}]*\}\s*-?\d|\d\s*['′\"]\s*\d"
+    r"|\d:\d+:\d|\d:0\d|\\dots|\\b?mod\b"
 )
-"""A text or a sign before a number, as in hours and minutes, feet and inches, which is no factor."""
+"""No product or quotient: hours and minutes, feet and inches, times and ratios, and what is left out."""
 AMOUNT = r"\\?\$?\d[\d.,/]*(?:\\?%)?"
 RANGE = re.compile(
     rf"(?:[A-Za-z]\s*=\s*)?([\[(]?)({AMOUNT})\s*(?:[‒–—]|\\text\s*\{{\s*[-–—]+\s*\}})\s*({AMOUNT})([\])]?)"
     r"(?:\s+[A-Za-z]{2}[A-Za-z ]*|\s*\\text\s*\{[^{}]*\})?"
 )
 STYLE = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
-ANNOUNCED = re.compile(r"^\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?", re.IGNORECASE)
-LETTER = r"\(?[A-Z]\)?"
+ANNOUNCED = re.compile(
+    r"^\s*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?|approximately\b|about\b)", re.IGNORECASE
+)
+LETTER = r"(?:\([A-Za-z]\)|\(?[A-Z]\)?)"
 CHOICE = re.compile(
     rf"(?:[Oo]ptions?|[Cc]hoices?)?\s*({LETTER}(?:(?:\s|,|and|or|&)+{LETTER})*)(?:(?:[.:]|(?<=\)))(.*))?",
     re.DOTALL,
 )
 """The letters of choices, and what follows them."""
-SUBSCRIPT = re.compile(r"\d\s*_\s*\{?\s*(\w+)")
+MODULUS = re.compile(
+    r"(?:\\?\s)*(?:\\pmod|\(\s*(?:\\text\s*\{\s*)?\\?(?:mod|bmod)\b\s*\}?)\s*\{?\s*(\d+)\s*\}?\s*\)?$"
+)
+SET = re.compile(r"\s*(?:\\left\s*)?\\\{[^<>=|:]*\\\}\s*")
+PAIR = re.compile(r"\s*(?:\\left\s*)?[(\[][^()\[\]]*[)\]]\s*")
+BASE = re.compile(r"\d\)?\s*_\s*\{?\s*\(?(?!10\b)(\d+)")
+"""The base of a number, but ten."""
+AMOUNT_OF = re.compile(r"(?:[A-Za-z]\s*=)?([^A-Za-z]*)([A-Za-z][A-Za-z ./^{}²³\d-]*)?")
+"""A number, and what it counts."""
 DASHES = str.maketrans(dict.fromkeys("‐‑‒–—−－", "-"))
 SIGNS = DASHES | str.maketrans(
     {**dict.fromkeys("€£¥₹¢", ""), **dict.fromkeys("°º", r"^\circ"), "·": r"\cdot ", "√": r"\sqrt ", "⁄": "/"}
     | {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm "}
 )
+COMMANDS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\equiv": "="}
+COMMANDS |= {r"\varnothing": r"\emptyset", r"\ldots": r"\dots", r"\cdots": r"\dots"}
 REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"\\[a-z]+", lambda name: COMMANDS.get(name[0], name[0])),
     (r"\\(?:mathrm|operatorname|text)\s*\{\s*(" + FUNCTION + r")\s*\}", r"\\\1 "),
     (rf"(?<![A-Za-z\\])({FUNCTION})(?=[tx-z](?![A-Za-z]))", r"\1 "),
     (r"\\[cdt]?frac(?:\s+|(?=\d))(\w)\s*(\w)", r"\\frac{\1}{\2}"),
     (r"\*\*", "^"),
+    # math-verify leaves out a relation without a left side.
+    (r"\A\s*(?=[<>≤≥≠]|\\(?:[lg]eq?|neq?)\b)", "x"),
+    (r"\b(?:minus|negative)\s+(?=\d)", "-"),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\\\\s*\[[^\]]*\]", r"\\\\"),
+    (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (r"\((\w+)\)\s*_", r"\1_"),
+    # Units over units.
+    (r"\\[dt]?frac\s*\{\s*(\\\w+\s*\{\s*[a-z]+\s*\})\s*\}\s*\{\s*(\\\w+\s*\{\s*[a-z]+\s*\})\s*\}$", r"\1/\2"),
     (r"^([^=<>]*\d)\s*=\s*([A-Za-z])$", r"\2=\1"),
-    # math-verify takes i for the imaginary unit where it stands alone.
-    (r"(?<=\d)i(?!\w)", " i"),
-    (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|[:|])(.*)\\\}$", r"\1"),
+    # Degrees of functions.
+    (
+        rf"(?<!arc)((?:{FUNCTION}|cis)\s*[({{}}\s]*)(\d[\d.]*|\\?[a-z]+)\s*\^\s*\{{?\s*\\circ\s*\}}?",
+        r"\1{\\frac{\2\\pi}{180}}",
+    ),
+    (r"\\(?:text|mathrm|operatorname)\s*\{\s*cis\s*\}\s*(\([^()]*\)|[^\s()]+)", r"e^{i\1}"),
+    (r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}", r" \1"),
+    # SymPy's imaginary unit.
+    (r"(?<![A-Za-z\\_])i(?![A-Za-z])", " {I}"),
+    (
+        r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|[:|])(.*(?:[<>=]|\\(?:[lg]eq?|neq?|in)\b).*)\\\}$",
+        r"\1",
+    ),
     (r"\^\s*\{?\s*\\text\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?$", r"\1"),
-    (r"\\langle", "("),
-    (r"\\rangle", ")"),
+    (r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*(?=\d)", ":"),
     # Open ends, as in ]0,1[.
     (
         r"([\[\]])([^\[\]()]+,[^\[\]()]+)(?<!\\sqrt)([\[\]])",
@@ -98,7 +152,8 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=\d)(?:\\!|\s)+(?=\d{3}(?!\d))", ""),
     # Mixed numbers.
     (r"(?<![\w.,/^])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-    (r"(?<!\d)(\d*\.\d*?)(\d)\2{2,}(?:…|\\[lc]?dots)", r"\1(\2)"),
+    (r"(?<!\d)(\d*\.\d*?)(\d+?)\2{2,}\s*\\dots", r"\1(\2)"),
+    (r"\A(-?\d*\.\d+)\s*\\dots\Z", r"\1"),
     (
         r"(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))",
         lambda number: _repeating(*number.groups("")),
@@ -109,10 +164,10 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\sqrt\s+(\d{2,})", r"\\sqrt{\1}"),
     (r"(?<![\w\\{])(\d+\.?\d*)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
-    (r"\\varnothing", r"\\emptyset"),
     # A number as a text, and words without one.
     (r"\A\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}\Z", r"\1"),
-    (r"\A((?i:no)|[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+)\Z", r"\\text{\1}"),
+    (r"\A((?i:no)|[A-Z]{2,}|[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+)\Z", r"\\text{\1}"),
+    (r"\\(angle|triangle)\s*([A-Z]+)", r"\\text{\1 \2}"),
 )
 
 
@@ -120,35 +175,37 @@ def expressions(answer: str) -> list[Any]:
     """Expressions that math-verify parses from an answer. Rewritten first: a text of words (no product of
     letters), ranges, units, powers of ten by name, the notation of numbers, signs of Unicode, and a percent
     sign inside the formula."""
-    text = answer.strip("*` \n").replace("...", "…").rstrip(" .,;\\")
+    text = answer.strip("*` \n").replace("...", r"\dots").replace("…", r"\dots").rstrip(" .,;\\")
     if amounts := RANGE.fullmatch(text):
         opened, *numbers, closed = amounts.groups()
         if opened != "[":
             return ["–".join(end.strip("\\$%") for end in numbers)]
         text = opened + ",".join(numbers) + closed
-    text = text.translate(SIGNS)
-    if r"\pm" in text:
+    text = MODULUS.sub("", text.translate(SIGNS))
+    if re.search(r"\\pm(?![a-z])", text):
         text = ", ".join(text.replace(r"\pm", sign).replace(r"\mp", other) for sign, other in ("+-", "-+"))
     for pattern, new in REWRITES:
         text = re.sub(pattern, new, text)
     text, is_percent = PERCENT.subn("", text)
     if scale := SCALE.search(text):
         amount = re.sub(r"\\?\$|\{?,\}?(?=\d{3})", "", text[: scale.start()])
-        text = rf"{amount}\cdot 10^{{{SCALES[scale[1]]}}}"
+        text = rf"{amount}\cdot {SCALES[scale[1]]}"
     # math-verify would remove all from the first text to a unit at the end.
     text = UNIT_AS_TEXT.sub("", UNIT.sub("", text))
     if QUANTITIES.search(text):
-        return [text]
+        return [re.sub(r"\s+", "", text)]
     parsed = parse(f"${text}$%" if is_percent else rf"\boxed{{{text}}}", EXTRACTION)
-    return [_joined(each, And if "and" in text else Or) for each in parsed]
+    return [_joined(each, text) for each in parsed]
 
 
-def _joined(expression: Any, connective: Any) -> Any:
-    """The set of numbers for inequalities that `and` or `or` connects, which math-verify takes for a list."""
+def _joined(expression: Any, text: str) -> Any:
+    """The set of numbers for inequalities in a list, which `or` connects where it is said or no number meets
+    them all. The letter E, which math-verify takes for the number e, gets another name."""
     if isinstance(expression, FiniteSet) and all(isinstance(each, RELATIONS) for each in expression):
         with suppress(RuntimeError, TypeError, ValueError):
-            return connective(*expression).as_set()
-    return expression
+            common = None if re.search(r"\bor\b", text) else And(*expression).as_set()
+            return Or(*expression).as_set() if common is None or common.is_empty else common
+    return Symbol("(E)") if getattr(expression, "name", "") == "E" else expression
 
 
 def _repeating(whole: str, begin: str, *period: str) -> str:
@@ -158,34 +215,56 @@ def _repeating(whole: str, begin: str, *period: str) -> str:
     return rf"\frac{{{numerator}}}{{{(10 ** len(digits) - 1) * 10 ** len(begin)}}}"
 
 
+def digits(answer: str) -> str:
+    """The answer with digits for numbers below 100 that are words."""
+    return NUMBER.sub(lambda found: str(sum(NUMBERS[name.lower()] for name in found.groups("zero"))), answer)
+
+
 def words(answer: str) -> str:
-    """An answer in small letters without commands of style, dollars, full stops, and spaces but those between
-    digits."""
-    plain = SPACE.sub(" ", STYLE.sub(r"\1", answer)).translate(DASHES).lower()
+    """An answer, in small letters but those that stand alone, without commands of style, dollars, full stops,
+    and spaces but those between digits."""
+    plain = SPACE.sub(" ", STYLE.sub(r"\1", answer)).translate(DASHES)
+    plain = re.sub("[A-Za-z]{2,}", lambda word: word[0].lower(), plain)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\s*\d)", "", re.sub(r"\{(.)\}", r"\1", plain))
 
 
+def units(answer: str) -> set[str]:
+    """The units of an amount, and the number that it is modulo; none of other answers."""
+    plain = re.sub(r"\A\$(.*)\$\Z", r"\1", STYLE.sub(r"\1", answer).strip("*` \n"))
+    plain = re.sub(r"\\[A-Za-z]+", " ", re.sub(r"\\(?:circ|degree)\b|º", "°", plain))
+    amount, counted = found.groups("") if (found := AMOUNT_OF.fullmatch(plain)) else ("", "")
+    named = re.findall(r"[A-Za-z]+|[²³]|(?<=\^)[23]|(?<=\^\{)[23]", counted.lower())
+    singular = (name if name in UNITS else name.removesuffix("s") for name in named)
+    signs = re.findall("[$€£¢%°]", amount)
+    return {UNITS[name] for name in (*signs, *singular) if name in UNITS}.union(MODULUS.findall(answer))
+
+
 def are_equal(given: str, expected: str) -> bool:
-    """Whether they have the same words, or math-verify calls them equal; numbers of different bases (`101_2`)
-    are not."""
+    """Whether they have the same words, or math-verify calls them equal. Numbers of different bases (`101_2`)
+    or units are not."""
+    given, expected = digits(given), digits(expected)
     if words(given) == words(expected):
         return bool(words(given))
-    if _bases(given) != _bases(expected):
+    own, others = units(given), units(expected)
+    bases = [BASE.findall(STYLE.sub(r"\1", each)) for each in (given, expected)]
+    if bases[0] != bases[1] or (own - others and others - own):
         return False
-    if not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expected)):
+    if own & others or not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expected)):
         given = UNIT_OF_NUMBER.sub("", given)
+    if own & others:
+        expected = UNIT_OF_NUMBER.sub("", expected)
     pair = [ANNOUNCED.sub("", each) for each in (given, expected)]
     choices = [CHOICE.fullmatch(STYLE.sub(r"\1", each).strip("*` \n$")) for each in pair]
-    letters = [sorted(re.findall("[A-Z]", choice[1])) for choice in choices if choice]
+    letters = [sorted(re.findall(r"\b[A-Z]\b", choice[1].upper())) for choice in choices if choice]
     if len(letters) == 2:
         return letters[0] == letters[1]
     given, expected = ((choice and choice[2]) or each for choice, each in zip(choices, pair, strict=True))
+    # math-verify calls a pair or an interval equal to the set of its ends.
+    if any(
+        SET.fullmatch(one) and PAIR.fullmatch(other) for one, other in ((given, expected), (expected, given))
+    ):
+        return False
     return bool(verify(expressions(expected), expressions(given), allow_set_relation_comp=True))
-
-
-def _bases(answer: str) -> list[str]:
-    """The bases of its numbers, those of ten left out."""
-    return [base for base in SUBSCRIPT.findall(STYLE.sub(r"\1", answer)) if base != "10"]
 
 
 def main() -> None:
