@@ -25,12 +25,14 @@ CONNECTED = re.compile(
 """Between two boxes of one answer."""
 _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
 _LOCATION = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
-_PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
+_PYTHON = re.compile(r"\{?\.?i?py(?:thon|con)?[\d.]*(?!\w)", re.IGNORECASE)
+_BEGIN = re.compile(r"^(?:import [\w.]+|from [\w.]+ import |(?:async )?def \w|class \w|@\w)", re.MULTILINE)
+_PROMPT = re.compile(r"^(?:>>>|\.\.\.)(?: |$)(.*\n?)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s*(?:async )?def \w+", re.MULTILINE)
 _OWN = re.compile(r"(?:async )?def |class |import |from |@")
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
-MAX_FENCES = 16
-"""Lines with a fence that are tried as the end of a block."""
+MAX_TRIALS = 16
+"""Lines that are tried as the end of a block, or as the begin or the end of code."""
 
 
 def strip_thinking(text: str) -> str:
@@ -67,19 +69,72 @@ def _closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def function_block(text: str, names: Sequence[str] = ()) -> str | None:
+def function_block(text: str, names: Sequence[str] = (), *, stub: str = "") -> str | None:
     """Return the last Python code block after the thinking that defines one of the `names`, else the last one
-    with any function, or None. What it needs of the other blocks, such as imports and other functions, comes
-    before it; a definition without a body does not count where there is another. A text without a block may
-    be the code itself."""
+    with a method of that name, with the body of the function that `stub` ends in, or with any function, or
+    None. What it needs of the other blocks, such as imports and other functions, comes before it; a
+    definition without a body does not count where there is another. A text without a block may be or contain
+    the code."""
     text = strip_thinking(text)
-    blocks = python_blocks(text) or ([f"{text.strip()}\n"] if _body(text) else [])
+    fenced = python_blocks(text)
+    blocks = fenced or _unfenced(text)
     any_name = "|".join(map(re.escape, names)) or "(?!)"
     defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
-    wanted = [block for block in blocks if re.search(defined, block, re.MULTILINE)]
-    found = wanted or [block for block in blocks if _FUNCTION.search(block)]
+    for pattern in (defined, rf"^[ \t]+def (?:{any_name})\b"):
+        if found := [block for block in blocks if re.search(pattern, block, re.MULTILINE)]:
+            break
+    else:
+        if stub and (code := _with_body(stub, fenced or [text], names)):
+            return code
+        found = [block for block in blocks if _FUNCTION.search(block)]
     full = [block for block in found if not _is_stub(block)] or found
-    return _completed(full[-1], blocks, names) if full else None
+    return _completed(full[-1], blocks, names) + _methods(full[-1], names) if full else None
+
+
+def _unfenced(text: str) -> list[str]:
+    """The text, without marks such as [DONE], if it is Python, else its first part that has a function."""
+    text = re.sub(r"^\[/?[A-Z]+\]$", "", text, flags=re.MULTILINE)
+    begins = (begin.start() for begin in itertools.islice(_BEGIN.finditer(text), MAX_TRIALS))
+    codes = [f"{text.strip()}\n"] if _body(text) else (_whole(text[begin:]) for begin in begins)
+    return [*itertools.islice(filter(_FUNCTION.search, codes), 1)]
+
+
+def _whole(code: str) -> str:
+    """The code up to what is not Python, such as a text after it or a line that is cut off."""
+    lines = code.splitlines(keepends=True)
+    for _ in range(MAX_TRIALS):
+        with suppress(*UNPARSED):
+            try:
+                compile("".join(lines), "code", "exec", dont_inherit=True)
+                return "".join(lines)
+            except SyntaxError as error:
+                del lines[min(error.lineno or 1, len(lines)) - 1 :]
+    return ""
+
+
+def _with_body(stub: str, bodies: Sequence[str], names: Sequence[str]) -> str | None:
+    """The stub of a function with the last of the texts that is its body, of which the indentation of the
+    first line or of all may lack."""
+    for body in reversed(bodies):
+        forms = body.strip("\n"), f"    {body.strip()}", textwrap.indent(body, "    ")
+        codes = [_whole(f"{stub.rstrip()}\n{form}\n") for form in forms]
+        code = max(codes, key=lambda each: each.count("\n"))
+        functions = (node for node in _body(code) if not {*names}.isdisjoint(_bound(node)))
+        if not all(_is_stub(ast.unparse(node)) for node in functions):
+            return code
+    return None
+
+
+def _methods(code: str, names: Sequence[str]) -> str:
+    """Names that a class of the code defines, as functions."""
+    bound = {name for node in _body(code) for name in _bound(node)}
+    return "".join(
+        f"{each.name} = {node.name}().{each.name}\n"
+        for node in _body(code)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name in {*names} - bound
+    )
 
 
 def _body(code: str) -> list[ast.stmt]:
@@ -164,8 +219,9 @@ def _globals_of(code: str) -> list[str]:
 def python_blocks(text: str) -> list[str]:
     """The contents of fenced blocks whose info string is Python or empty, without their indentation. A fence
     may follow the mark of a list or quotation or, of Python, any text. A block of Python ends at the first
-    fence before which it can be parsed, since a docstring may hold fences too. One that begins inside the
-    function of the block before it is a part of that one."""
+    fence before which it can be parsed, since a docstring may hold fences too, and one without an end at what
+    is cut off; of a transcript the input is the code. A block that begins inside the function of the block
+    before it is a part of that one."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     blocks, index = list[str](), 0
     while index < len(lines):
@@ -179,7 +235,9 @@ def python_blocks(text: str) -> list[str]:
             if blocks and _continues(blocks[-1], code):
                 blocks[-1] += code
             else:
-                blocks.append(textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code)
+                code = textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code
+                code = "".join(_PROMPT.findall(code)) if code.startswith(">>>") else code
+                blocks.append(code if index < len(lines) else _whole(code) or code)
         elif is_alone:
             index = _end(lines, index, opened["fence"])
         # What ends a block may begin the next one.
@@ -191,7 +249,7 @@ def python_blocks(text: str) -> list[str]:
 def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, int]:
     """The code of a block of Python, and the line that ends it."""
     ends = (index for index in range(start, len(lines)) if fence in lines[index])
-    for end in itertools.islice(ends, MAX_FENCES):
+    for end in itertools.islice(ends, MAX_TRIALS):
         last = lines[end].partition(fence)[0]
         if last.lstrip().startswith("#"):
             continue

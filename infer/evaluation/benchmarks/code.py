@@ -36,7 +36,7 @@ class CodeTask(FileTask):
         return task
 
     def judge(self, record: Record, response: str) -> Grade:
-        code = function_block(response, self.wanted(record))
+        code = function_block(response, self.wanted(record), stub=self.stub(record))
         if code is None:
             return verdict_of(is_correct=False, reason="no Python code block with a function")
         outcome = self.sandbox.run(self.program(record, code))
@@ -45,6 +45,10 @@ class CodeTask(FileTask):
     def wanted(self, record: Record) -> list[str]:
         """The names that the tests call."""
         raise AssertionError(record)
+
+    def stub(self, record: Record) -> str:
+        """Code that an answer may continue."""
+        return ""
 
     def program(self, record: Record, code: str) -> Program:
         raise AssertionError(record)
@@ -65,6 +69,9 @@ class HumanEval(CodeTask):
 
     def wanted(self, record: Record) -> list[str]:
         return [record["entry_point"]]
+
+    def stub(self, record: Record) -> str:
+        return str(record["prompt"])
 
     def program(self, record: Record, code: str) -> Program:
         """The problem's own imports and helpers come first, for the code and for the test."""

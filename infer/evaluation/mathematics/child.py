@@ -199,8 +199,8 @@ def expressions(answer: str) -> list[Any]:
 
 
 def _joined(expression: Any, text: str) -> Any:
-    """The set of numbers for inequalities in a list, which `or` connects where it is said or no number meets
-    them all. The letter E, which math-verify takes for the number e, gets another name."""
+    """The set of numbers for inequalities in a list, which `or` connects where the text has it or no number
+    meets them all. The letter E, which math-verify takes for the number e, gets another name."""
     if isinstance(expression, FiniteSet) and all(isinstance(each, RELATIONS) for each in expression):
         with suppress(RuntimeError, TypeError, ValueError):
             common = None if re.search(r"\bor\b", text) else And(*expression).as_set()

@@ -87,6 +87,10 @@ ANSWERS = {
     "block after block": f"```python\nx = 1\n```python\n{CODE}```",
     "code that does not end": f"```python\n{CODE}",
     "code alone": f"<think>No.</think>\n\n{CODE}",
+    "code after a text": f"from the list, I import it:\n\n{CODE}\nThat is it.",
+    "marks": f"[BEGIN]\n{CODE}[DONE]",
+    "a transcript": "```pycon\n>>> def f(x):\n...     return x\n...\n>>> f(1)\n1\n```",
+    "usage that is cut off": f"```python\n{CODE}\nprint(f(1), [f(",
 }
 
 
@@ -104,6 +108,30 @@ def test_the_block_that_defines_the_wanted_function_comes_first() -> None:
     assert function_block(tests, ["g"]) == function_block(tests) != CODE
     assert function_block("```py\nf = lambda x: x\n```", ["f"]) == "f = lambda x: x\n"
     assert function_block("```py\nf == 1\n```", ["f"]) is None
+
+
+STUB = "import math\n\n\ndef f(x):\n    '''Doc.'''\n"
+BODIES = {
+    "as it is": "    x += 1\n    return x\n",
+    "with more": "    return x + 1\n\n\ndef g():\n    pass\n\nprint(f(1))\n",
+    "with a text": "    return x + 1\n\nIt adds one.\n",
+    "without the first indentation": "x += 1\n    return x\n",
+    "without indentation": "if x:\n    x += 1\nreturn x\n",
+    "in a block": "```python\n    x += 1\n    return math.floor(x)\n```",
+    "of a class": "```\nclass Solution:\n    def f(self, x):\n        return x + 1\n```",
+    "whole": f"{STUB}    return x + 1\n",
+}
+
+
+@pytest.mark.parametrize("answer", BODIES.values(), ids=BODIES)
+def test_the_body_of_a_function_and_a_method_are_code(tmp_path: Path, answer: str) -> None:
+    (tmp_path / "code.py").write_text(function_block(answer, ["f"], stub=STUB) or "")
+    assert runpy.run_path(str(tmp_path / "code.py"))["f"](1) == 2
+
+
+def test_a_text_is_no_body() -> None:
+    assert function_block("Sorry, I cannot.", ["f"], stub=STUB) is None
+    assert function_block("", ["f"], stub=STUB) is None
 
 
 HELPER = "def g(x):\n    return x + 1\n"
