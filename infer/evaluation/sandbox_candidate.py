@@ -1,6 +1,6 @@
 """The program that runs a candidate's text inside the sandbox and calls its functions on request, and the
-form in which arguments and results travel: lines of JSON. Iterators stay where they are: the other side
-requests each item. It is given to Python as text (`python -c`), so it imports nothing of ours."""
+form in which arguments and results travel: lines of JSON. Its iterators stay there: the checker requests each
+item. It is given to Python as text (`python -c`), so it imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 MUTABLE: dict[str, type] = {
@@ -24,7 +25,7 @@ MUTABLE: dict[str, type] = {
     "deque": collections.deque,
     "bytearray": bytearray,
 }
-FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset}
+FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset, "iter": iter}
 VIEWS: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
     "keys": (collections.abc.KeysView, lambda items: dict.fromkeys(items).keys()),
     "values": (collections.abc.ValuesView, lambda items: dict(enumerate(items)).values()),
@@ -44,7 +45,6 @@ FORMS: dict[str, Callable[[Any], list[Any]]] = {
 """What other classes are made of again: by their constructors, or `fromisoformat`."""
 
 Message = dict[str, Any]
-Send = Callable[[Message], Any]
 
 
 class Handle:
@@ -54,104 +54,45 @@ class Handle:
         self.number = number
 
 
+class Items(Handle):
+    """An iterator of the candidate."""
+
+    def __init__(self, number: int, wire: Wire) -> None:
+        super().__init__(number)
+        self._wire = wire
+
+    def __iter__(self) -> Items:
+        return self
+
+    def __next__(self) -> Any:
+        return self._wire.result(self._wire.exchange({"next": self.number}))
+
+
 class Lost(BaseException):
     """There is no answer of the candidate; not an Exception, which a test might catch."""
 
 
-class Peer:
-    """One side of the pipe: it sends requests to the other side, and answers meanwhile. `iterators`: those of
-    this side that the other one holds, each with the wire of its call."""
-
-    def __init__(self, send: Send, receive: Callable[[], Message], serve: Send | None = None) -> None:
-        self.send, self._receive, self._serve = send, receive, serve
-        self.iterators: list[tuple[Iterator[Any], Wire]] = []
-        self._known: dict[int, int] = {}
-        self._proxies: dict[int, Iterator[Any]] = {}
-        self._numbers: dict[int, int] = {}
-
-    def exchange(self, message: Message) -> Message:
-        """The reply to a message. RuntimeError if the other side requests what it was not given."""
-        self.send(message)
-        while True:
-            reply = self._receive()
-            if "next" in reply:
-                self.send(self.next_item(reply["next"]))
-            elif self._serve is not None and ("call" in reply or "code" in reply):
-                self.send(self._serve(reply))
-            else:
-                return reply
-
-    def next_item(self, number: Any) -> Message:
-        if not isinstance(number, int) or not 0 <= number < len(self.iterators):
-            raise RuntimeError("the program requested something else than an item")
-        iterator, wire = self.iterators[number]
-        try:
-            return wire.reply(next(iterator))
-        except StopIteration:
-            return {"end": True} | wire.reply(None)
-        except Exception as error:
-            return wire.raised(error)
-
-    def pack(self, iterator: Iterator[Any], wire: Wire) -> dict[str, int]:
-        if id(iterator) in self._numbers:
-            return {"own": self._numbers[id(iterator)]}
-        number = self._known.setdefault(id(iterator), len(self.iterators))
-        if number == len(self.iterators):
-            self.iterators.append((iterator, wire))
-        return {"iterator": number}
-
-    def unpack(self, number: int, wire: Wire) -> Iterator[Any]:
-        made = self._proxies.setdefault(number, self._items(number, wire))
-        self._numbers[id(made)] = number
-        return made
-
-    def _items(self, number: int, wire: Wire) -> Iterator[Any]:
-        while "end" not in (reply := self.exchange({"next": number})):
-            yield wire.result(reply)
-        wire.take_changes(reply)
-
-
 class Wire:
-    """Values of one call as JSON. Containers of the checker have numbers on both sides: so the
-    candidate can change and return them. With `objects` it is the candidate's side, where objects stay that
-    are not plain data."""
+    """Values as JSON. The checker's side has `exchange`, which sends a message and returns the reply; that of
+    the candidate stores iterators, and objects that are not plain data."""
 
-    def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
-        self.shared: list[Any] = []
-        self._before: list[Any] = []
-        """Their state on the other side: contents on the candidate's side, None on the checker's."""
+    def __init__(self, exchange: Callable[[Message], Message] | None = None) -> None:
+        self.exchange: Any = exchange
+        self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._peer, self._objects = peer, objects
 
-    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-        """The arguments of a call. TypeError for an object that is not plain data."""
-        named = {name: self.pack(item) for name, item in kwargs.items()}
-        return {"args": [self.pack(item) for item in args], "kwargs": named, "shared": self._new()}
-
-    def take(self, message: Message) -> tuple[list[Any], dict[str, Any]]:
-        self._take_new(message)
-        named = {name: self.unpack(item) for name, item in message["kwargs"].items()}
-        return [self.unpack(item) for item in message["args"]], named
-
-    def reply(self, value: Any) -> Message:
-        """A result, and what became of the containers."""
-        packed = self.pack(value)
-        return {"value": packed, "shared": self._new(), "changed": self.changes()}
-
-    def raised(self, error: BaseException) -> Message:
-        """An exception: its text, its classes and arguments, so that it can be raised again."""
-        kinds = [f"{each.__module__}:{each.__qualname__}" for each in type(error).__mro__]
-        try:
-            args = [self.pack(item) for item in error.args]
-        except Exception:
-            args = []
-        failure = {"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "args": args}
-        return self.reply(None) | failure
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function of the candidate, which may change its arguments. Raises what it raises,
+        TypeError for an argument that is not plain data."""
+        named = {key: self.pack(item) for key, item in kwargs.items()}
+        reply = self.exchange({"call": name, "args": [self.pack(item) for item in args], "kwargs": named})
+        for number, now in reply.get("changed", ()):
+            refill([*args, *kwargs.values()][number], self.unpack(now))
+        return self.result(reply)
 
     def result(self, reply: Message) -> Any:
         """The value of a reply. Raises the exception that it holds as the nearest class of Python or of what
         the test has imported from its library, with its own words as a note; Lost for an exit."""
-        self.take_changes(reply)
         if "error" not in reply:
             return self.unpack(reply.get("value"))
         found = [_library_class(str(name)) for name in reply["kinds"]]
@@ -167,51 +108,32 @@ class Wire:
         error.add_note(failure)
         raise error
 
-    def take_changes(self, reply: Message) -> None:
-        self._take_new(reply)
-        for number, contents in reply.get("changed", ()):
-            self.refill(number, contents)
+    def answer(self, message: Message) -> Message:
+        """On the candidate's side, the reply to a call: its result, and the arguments that it changed."""
+        given = [*message["args"], *message["kwargs"].values()]
+        values = [self.unpack(item) for item in given]
+        num = len(message["args"])
+        named = dict(zip(message["kwargs"], values[num:], strict=True))
+        module = sys.modules["candidate"]
+        reply = self.attempt(lambda: getattr(module, message["call"])(*values[:num], **named))
+        after = enumerate(map(self.pack, values))
+        return reply | {"changed": [[number, now] for number, now in after if now != given[number]]}
 
-    def changes(self) -> list[Any]:
-        """On the candidate's side, the containers that have changed: numbers and contents."""
-        if self._objects is None:
-            return []
-        before, self._before = self._before, [self.contents(each) for each in self.shared]
-        return [[number, now] for number, now in enumerate(self._before) if now != before[number]]
-
-    def _new(self) -> list[Any]:
-        """The contents of containers that the other side does not have; those of one may add more."""
-        start, contents = len(self._before), list[Any]()
-        while self._objects is None and start + len(contents) < len(self.shared):
-            contents.append(self.contents(self.shared[start + len(contents)]))
-        self._before += [None] * len(contents)
-        return contents
-
-    def _take_new(self, message: Message) -> None:
-        start = len(self.shared)
-        forms = message["shared"] if self._objects is not None else []
-        for [kind] in forms:
-            self._share(MUTABLE[kind]())
-        for number, form in enumerate(forms, start):
-            self.refill(number, form)
-        self._before += [self.contents(each) for each in self.shared[start:]] if forms else []
-
-    def refill(self, number: int, form: Any) -> None:
-        target, items = self.shared[number], self.unpack(form)
-        if not isinstance(target, type(items)):
-            raise RuntimeError("the program sent contents of another container")
-        if isinstance(target, list | bytearray):
-            target[:] = items
-        else:
-            target.clear()
-            extend = target.extend if isinstance(target, collections.deque) else target.update
-            extend(items)
-
-    def _share(self, value: Any) -> dict[str, int]:
-        number = self._numbers.setdefault(id(value), len(self.shared))
-        if number == len(self.shared):
-            self.shared.append(value)
-        return {"shared": number}
+    def attempt(self, work: Callable[..., Any], *args: Any) -> Message:
+        """What `work` returns, or the exception that it raises: its text, its classes and arguments, so that
+        it can be raised again."""
+        try:
+            return {"value": self.pack(work(*args))}
+        except BaseException as error:
+            kinds = [f"{each.__module__}:{each.__qualname__}" for each in type(error).__mro__]
+            failure: Message = {
+                "error": f"{type(error).__name__}: {error}"[:2000],
+                "kinds": kinds,
+                "args": [],
+            }
+            with suppress(Exception):
+                failure["args"] = [self.pack(item) for item in error.args]
+            return failure
 
     def pack(self, value: Any) -> Any:
         """Plain data as JSON; on the checker's side TypeError for other objects."""
@@ -225,30 +147,38 @@ class Wire:
         if isinstance(value, bytes | memoryview):
             return {"bytes": bytes(value).hex()}
         if isinstance(value, tuple(MUTABLE.values())):
-            is_shared = id(value) in self._numbers or self._objects is None
-            return (self._share if is_shared else self.contents)(value)
+            return self._contents(value)
         return self._pack_frozen(value)
 
     def _pack_frozen(self, value: Any) -> Any:
-        for kind, each in (FROZEN | {kind: view for kind, (view, _) in VIEWS.items()}).items():
+        kinds = {"tuple": tuple, "frozenset": frozenset} | {kind: view for kind, (view, _) in VIEWS.items()}
+        for kind, each in kinds.items():
             if isinstance(value, each):
                 return {kind: [self.pack(item) for item in value]}
+        if isinstance(value, Handle):
+            return {"object": value.number}
         if isinstance(value, Iterator):
-            return self._peer.pack(value, self)
+            return (
+                self._stored("iterator", value)
+                if self.exchange is None
+                else {"iter": [self.pack(item) for item in value]}
+            )
         for base in type(value).__mro__:
             kind = f"{base.__module__}.{base.__qualname__}"
             if kind in FORMS:
                 return {kind: [self.pack(item) for item in FORMS[kind](value)]}
-        if isinstance(value, Handle):
-            return {"object": value.number}
         if isinstance(value, collections.abc.Mapping | collections.UserList):
             return self.pack((dict if isinstance(value, collections.abc.Mapping) else list)(value))
-        if self._objects is None:
+        if self.exchange is not None:
             raise TypeError(f"{type(value).__name__} cannot be given to the program")
-        self._objects.append(value)
-        return {"object": len(self._objects) - 1}
+        return self._stored("object", value)
 
-    def contents(self, value: Any) -> Message:
+    def _stored(self, kind: str, value: Any) -> Message:
+        number = self._numbers.setdefault(id(value), len(self.objects))
+        self.objects[number:] = self.objects[number:] or [value]
+        return {kind: number}
+
+    def _contents(self, value: Any) -> Message:
         kind = next(kind for kind, each in MUTABLE.items() if isinstance(value, each))
         if isinstance(value, dict):
             return {kind: [[self.pack(key), self.pack(item)] for key, item in value.items()]}
@@ -275,13 +205,9 @@ class Wire:
             case "dict" | "Counter" | "OrderedDict":
                 return MUTABLE[kind]({self.unpack(key): self.unpack(item) for key, item in held})
             case "object":
-                return Handle(held) if self._objects is None else self._objects[held]
-            case "shared":
-                return self.shared[held]
+                return self.objects[held] if self.exchange is None else Handle(held)
             case "iterator":
-                return self._peer.unpack(held, self)
-            case "own":
-                return self._peer.iterators[held][0]
+                return Items(held, self)
         items = [self.unpack(item) for item in held]
         if kind in VIEWS:
             return VIEWS[kind][1](items)
@@ -290,6 +216,18 @@ class Wire:
         module, _, name = kind.partition(".")
         made = getattr(importlib.import_module(module), name)
         return getattr(made, "fromisoformat", made)(*items)
+
+
+def refill(old: Any, new: Any) -> None:
+    """Give a container, or those in a tuple, the contents of its changed copy."""
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        for each, copy in zip(old, new, strict=False):
+            refill(each, copy)
+    elif isinstance(old, list | bytearray) and isinstance(old, type(new)):
+        old[:] = new
+    elif isinstance(old, dict | set | collections.deque) and isinstance(old, type(new)):
+        old.clear()
+        (old.extend if isinstance(old, collections.deque) else old.update)(new)
 
 
 def _made(kinds: list[type[Exception]], args: list[Any]) -> Exception:
@@ -335,32 +273,17 @@ def serve() -> None:
     nowhere = os.open("/dev/null", os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    module, objects = types.ModuleType("candidate"), list[Any]()
-
-    def send(message: Message) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
+    wire = Wire()
+    while message := json.loads(requests.readline() or "{}"):
+        if "code" in message:
+            reply = wire.attempt(run_text, "candidate", message["code"], {})
+        elif "next" in message:
+            reply = wire.attempt(next, wire.objects[message["next"]])
+        else:
+            reply = wire.answer(message)
+        answers.write(json.dumps(reply).encode() + b"\n")
         answers.flush()
-
-    def receive() -> Message:
-        message: Message = json.loads(requests.readline() or os._exit(0))
-        return message
-
-    def answer(message: Message) -> Message:
-        nonlocal module
-        wire = Wire(peer, objects)
-        try:
-            if "code" in message:
-                module = run_text("candidate", message["code"], {})
-                return wire.reply(None)
-            args, kwargs = wire.take(message)
-            return wire.reply(getattr(module, message["call"])(*args, **kwargs))
-        except BaseException as error:
-            return wire.raised(error)
-
-    peer = Peer(send, receive, serve=answer)
-    while True:
-        message = receive()
-        send(peer.next_item(message["next"]) if "next" in message else answer(message))
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -37,26 +37,19 @@ class Candidate:
             env={},
             start_new_session=True,
         )
-        self._peer = wire_format.Peer(self._send, self._receive)
-        reply = self._peer.exchange({"code": code})
+        self._wire = wire_format.Wire(self._exchange)
+        self.call = self._wire.call
+        reply = self._exchange({"code": code})
         if "error" in reply:
             raise wire_format.Lost(str(reply["error"])[:MAX_REASON])
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the candidate, which may change its arguments; raises what it raises."""
-        wire = wire_format.Wire(self._peer)
-        return wire.result(self._peer.exchange({"call": name, **wire.give(args, kwargs)}))
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             raise wire_format.Lost("the program ended") from None
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline(MAX_REPLY)
         if not line.endswith(b"\n"):
             raise wire_format.Lost(f"the program ended, or its answer has more than {MAX_REPLY} bytes")
