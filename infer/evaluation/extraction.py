@@ -46,7 +46,7 @@ def strip_thinking(text: str) -> str:
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` after the thinking that is not empty, braces
     balanced, or None. Boxes that a comma, `and` or `or` connects are one answer, as to math-verify."""
-    text = strip_thinking(text)
+    text = re.sub(r"\\(?:boxed|fbox)\s*(-?\w+)", r"\\boxed{\1}", strip_thinking(text))
     contents: list[str] = []
     last = len(text)
     for begin in reversed([*BOXED.finditer(text)]):

@@ -26,6 +26,8 @@ from idlm.infer.evaluation.extraction import boxed, function_block, strip_thinki
         (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),
         (r"\boxed{5}. It is in \boxed{}.", "5"),
         (r"\fbox{7}", "7"),
+        (r"$\boxed 7$", "7"),
+        (r"$\boxed{\boxed{-7}}$", "-7"),
         (r"$x_1=\boxed{-1}$ or $x_2=\boxed{2}$", "-1, 2"),
         (r"\[\boxed{3}\quad\text{and}\quad\boxed{4}\]", "3, 4"),
         (r"\boxed{3}, no wait, \boxed{4}", "4"),
