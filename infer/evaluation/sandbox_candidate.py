@@ -25,11 +25,13 @@ MUTABLE: dict[str, type] = {
     "deque": collections.deque,
     "bytearray": bytearray,
 }
-FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset, "iter": iter}
-VIEWS: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
+FROZEN: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
+    "tuple": (tuple, tuple),
+    "frozenset": (frozenset, frozenset),
     "keys": (collections.abc.KeysView, lambda items: dict.fromkeys(items).keys()),
     "values": (collections.abc.ValuesView, lambda items: dict(enumerate(items)).values()),
     "items": (collections.abc.ItemsView, lambda items: dict(items).items()),
+    "iter": (Iterator, iter),
 }
 FORMS: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.complex": lambda value: [value.real, value.imag],
@@ -151,18 +153,13 @@ class Wire:
         return self._pack_frozen(value)
 
     def _pack_frozen(self, value: Any) -> Any:
-        kinds = {"tuple": tuple, "frozenset": frozenset} | {kind: view for kind, (view, _) in VIEWS.items()}
-        for kind, each in kinds.items():
-            if isinstance(value, each):
-                return {kind: [self.pack(item) for item in value]}
         if isinstance(value, Handle):
             return {"object": value.number}
-        if isinstance(value, Iterator):
-            return (
-                self._stored("iterator", value)
-                if self.exchange is None
-                else {"iter": [self.pack(item) for item in value]}
-            )
+        if isinstance(value, Iterator) and self.exchange is None:
+            return self._stored("iterator", value)
+        for kind, (each, _) in FROZEN.items():
+            if isinstance(value, each):
+                return {kind: [self.pack(item) for item in value]}
         for base in type(value).__mro__:
             kind = f"{base.__module__}.{base.__qualname__}"
             if kind in FORMS:
@@ -175,7 +172,8 @@ class Wire:
 
     def _stored(self, kind: str, value: Any) -> Message:
         number = self._numbers.setdefault(id(value), len(self.objects))
-        self.objects[number:] = self.objects[number:] or [value]
+        if number == len(self.objects):
+            self.objects.append(value)
         return {kind: number}
 
     def _contents(self, value: Any) -> Message:
@@ -209,10 +207,8 @@ class Wire:
             case "iterator":
                 return Items(held, self)
         items = [self.unpack(item) for item in held]
-        if kind in VIEWS:
-            return VIEWS[kind][1](items)
         if kind not in FORMS:
-            return (FROZEN | MUTABLE)[kind](items)
+            return (FROZEN[kind][1] if kind in FROZEN else MUTABLE[kind])(items)
         module, _, name = kind.partition(".")
         made = getattr(importlib.import_module(module), name)
         return getattr(made, "fromisoformat", made)(*items)
