@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from idlm.config.compose import parse_value
-from idlm.contracts import SamplingParams
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, engine_name
 from idlm.infer.evaluation.config import EvaluateConfig
@@ -167,6 +167,13 @@ def share_interval(scores: Sequence[float]) -> Interval:
     middle = (value + Z95**2 / (2 * n)) / scale
     half = Z95 / scale * sqrt(value * (1 - value) / n + Z95**2 / (4 * n**2))
     return Interval(value, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def cut_off_lines(name: str, completions: Sequence[Completion]) -> list[str]:
+    """A line for a decoder with answers that their limit ends: they are judged as they are."""
+    num = sum(done.finish_reason == "length" for done in completions)
+    line = f"{name}: {num} of {len(completions)} answers are cut off (sampling.max_tokens, max_length)"
+    return [line] if num else []
 
 
 def difference_line(

@@ -24,7 +24,7 @@ from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
 from idlm.infer.cli.help import EngineHelp
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
-from idlm.infer.evaluation.arms import AUTO, difference_line, read_arms, run_arms, share_interval, sum_columns
+from idlm.infer.evaluation import arms
 from idlm.infer.evaluation.config import EvaluateConfig
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
         with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
             return evaluate(engine, task, samples, params, progress=progress)
 
-    results = run_arms(config, arguments, work)
+    results = arms.run_arms(config, arguments, work)
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
-    for arm in read_arms(config.compare):
+    for arm in arms.read_arms(config.compare):
         if arm.model is not None:
             _print_conversion(arm.arguments(arguments), arguments, config, results[arm.name])
-    return int(any(result.num_failed for result in results.values()))
+    return int(any(done.error for result in results.values() for done in result.completions))
 
 
 def _print_conversion(
@@ -131,9 +131,9 @@ def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSam
     """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
-    if config.baseline not in (None, AUTO):
+    if config.baseline not in (None, arms.AUTO):
         DECODERS.get(config.baseline)
-    read_arms(config.compare)
+    arms.read_arms(config.compare)
     records = getattr(task, "records", None)
     maximum = DEFAULT_NUM if records is None else len(records)
     num = maximum if config.num is None else config.num
@@ -155,16 +155,18 @@ def table(results: dict[str, Evaluation]) -> str:
     ]
     for name, result in results.items():
         acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.3f}"
-        share = share_interval(result.scores)
+        share = arms.share_interval(result.scores)
         lines.append(
             f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} "
             f"{f'{share.low:.3f}-{share.high:.3f}':>13} {acceptance:>10} "
             f"{result.tokens_per_forward:>6.2f} {result.tokens_per_second:>9.0f}"
         )
+    for name, result in results.items():
+        lines += arms.cut_off_lines(name, result.completions)
     (first, reference), *others = results.items()
     for name, result in others:
         scores = result.scores, reference.scores
-        lines.append(difference_line(name, first, *scores, what="exact match", of="prompts"))
+        lines.append(arms.difference_line(name, first, *scores, what="exact match", of="prompts"))
     return "\n".join(lines)
 
 
@@ -196,10 +198,6 @@ class Evaluation:
     exactness: str
     completions: tuple[Completion, ...]
     verdicts: tuple[Grade, ...]
-
-    @property
-    def num_failed(self) -> int:
-        return sum(done.error is not None for done in self.completions)
 
     @property
     def scores(self) -> list[float]:
@@ -271,8 +269,8 @@ def evaluate(
         num_tokens=sum(len(done.token_ids) for done in completions),
         num_forwards=sum(done.num_forwards for done in completions),
         num_prompt_passes=sum(bool(done.token_ids) for done in completions),
-        accepted_by_position=sum_columns(done.accepted_by_position for done in completions),
-        tested_by_position=sum_columns(done.tested_by_position for done in completions),
+        accepted_by_position=arms.sum_columns(done.accepted_by_position for done in completions),
+        tested_by_position=arms.sum_columns(done.tested_by_position for done in completions),
         seconds=seconds,
         exactness=completions[0].exactness,
         completions=tuple(completions),

@@ -15,7 +15,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.output import answer_file
 from idlm.infer.engine import Engine
-from idlm.infer.evaluation.arms import difference_line, run_arms, share_interval
+from idlm.infer.evaluation.arms import cut_off_lines, difference_line, run_arms, share_interval
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.requests import EngineRequests
 
@@ -101,6 +101,8 @@ def table(results: dict[str, ArmResult]) -> str:
                 share = share_interval(mine)
                 interval = f"{share.low:.3f}-{share.high:.3f}"
             lines.append(f"{name:<{width}} {key:<32} {value:>7.3f} {interval:>13} {speed}".rstrip())
+    for name, result in results.items():
+        lines += cut_off_lines(name, result.completions)
     first, *others = results
     for name in others:
         for pair, mine in scores[name].items():

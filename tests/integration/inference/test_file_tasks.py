@@ -194,6 +194,7 @@ def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureF
     names = ["ar", "isd", "isd:acceptance:published"]
     assert [line.split()[0] for line in out.splitlines()[1:4]] == names
     assert "isd - ar: +0.000 in exact match, 95% interval" in out and "2 prompts in pairs" in out
+    assert "isd: 2 of 2 answers are cut off" in out
     records = read_lines(output)
     assert [record["decoder"] for record in records] == [name for name in names for _ in range(2)]
     assert {record["reference"] for record in records} == {"1,004"}
