@@ -120,8 +120,12 @@ def test_where_every_answer_fails_there_are_figures_still(monkeypatch: pytest.Mo
     _spoil_a_pass(monkeypatch, 1, every_row=True)
     with pytest.warns(UserWarning, match="1 of 1 answers failed"):
         result = evaluate(reference(), task, task_samples(task, "test", 1), SamplingParams(temperature=0))
-    figures = (result.num_failed, result.exact_match, result.tokens_per_forward)
-    assert figures == (1, 0, 0)
+    figures = (
+        [done.error is None for done in result.completions],
+        result.exact_match,
+        result.tokens_per_forward,
+    )
+    assert figures == ([False], 0, 0)
     assert decode_tokens_per_forward(result) == 0
     assert not reference().has_work
 
