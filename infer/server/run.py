@@ -67,7 +67,8 @@ class FrontEnd(uvicorn.Server):
     async def run_on(self, listener: socket.socket) -> None:
         """Serve on a bound socket. Raises UserError if the model cannot be loaded."""
         self.loop = asyncio.get_running_loop()
-        address = "http://{}:{}".format(*listener.getsockname())
+        form = "http://[{}]:{}" if listener.family == socket.AF_INET6 else "http://{}:{}"
+        address = form.format(*listener.getsockname())
         LOG.info("%s is served at %s when its engine is ready", self.service.model_name, address)
         engine, ready = asyncio.create_task(self.service.run()), asyncio.create_task(self._announce(address))
         # An engine that cannot be built ends the server.
