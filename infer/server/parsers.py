@@ -90,9 +90,9 @@ def parses_reasoning(parser: str, template: str) -> bool:
 
 
 def parses_calls(parser: str, template: str) -> bool:
-    """The same for calls; other formats have the same tags, and functions in them."""
-    has_tags = BEGIN in template and "arguments" in template and "<function=" not in template
-    return parser == "hermes" or (parser == "auto" and has_tags)
+    """The same for calls; other formats have the same tags, and tags for each argument in them."""
+    is_json = "arguments" in template and not any(tag in template for tag in ("<function=", "<arg_key>"))
+    return parser == "hermes" or (parser == "auto" and BEGIN in template and is_json)
 
 
 class HermesParser:

@@ -126,7 +126,8 @@ def test_no_split_changes_what_is_parsed(text: str, kind: dict[str, bool], data:
 def test_which_templates_ask_for_parsers() -> None:
     qwen3 = '{{ \'<think>\' }}</think> <tool_call>\\n{"name": x, "arguments": y}'
     coder = "<tool_call>\n<function=x> arguments"
+    glm = "<tool_call>{{ call.name }}<arg_key>{{ call.arguments }}"
     assert [parses_reasoning("auto", text) for text in (qwen3, coder, "")] == [True, False, False]
-    assert [parses_calls("auto", text) for text in (qwen3, coder, "")] == [True, False, False]
+    assert [parses_calls("auto", text) for text in (qwen3, coder, glm)] == [True, False, False]
     assert parses_calls("hermes", "") and parses_reasoning("think", "")
     assert not parses_calls("none", qwen3) and not parses_reasoning("none", qwen3)
