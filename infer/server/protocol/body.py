@@ -16,50 +16,51 @@ from idlm.infer.server.errors import ApiError, FieldError
 Text = Annotated[str, Field(min_length=1)]
 Unicode = Annotated[str, Field(min_length=0)]
 """Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
-IGNORED = frozenset(
+OF_REQUESTS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "request_id", "prediction"),
-        "client_metadata",
-        # Of messages, their parts and their calls: what other servers and clients store there.
-        *("annotations", "cache_control", "provider_specific_fields", "index", "phase", "id", "type"),
-        *("status", "parsed", "token_ids", "extra_content", "reasoning_details", "thinking_blocks"),
-        *("timestamp", "created_at", "createdAt"),
+        *("prompt_cache_retention", "prompt_cache_options", "request_id", "rid", "prediction"),
+        *("client_metadata", "guided_decoding_backend", "cache_prompt"),
     )
 )
-"""Fields that do not affect the answer, of a request or of its parts; docs/serve.md lists them."""
+"""Fields of a request that do not affect the answer; docs/serve.md lists them."""
+OF_MESSAGES = frozenset(
+    (
+        *("annotations", "cache_control", "provider_specific_fields", "index", "phase", "id", "type"),
+        *("status", "parsed", "token_ids", "extra_content", "reasoning_details", "thinking_blocks"),
+        *("timestamp", "created_at", "createdAt", "metadata"),
+    )
+)
+"""What other servers and clients store in messages, their parts and their tools. In a request itself such a
+name is a mistake, or asks for something: `token_ids` would be a prompt."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""
 NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
 """Why `is_json` does not hold."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
+    # Routers and clients of other engines send many of these with every request.
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "echo", "include_stop_str_in_output", "no_stop_trim", "add_special_tokens"),
+            *("return_hidden_states", "continue_final_message", "return_tokens_as_token_ids"),
+            *("include_obfuscation", "background", "defer_loading"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+            *("add_generation_prompt", "include_reasoning", "separate_reasoning", "stream_reasoning"),
+        ),
+        (True,),
+    ),
+    **dict.fromkeys(("length_penalty", "best_of", "typical_p"), (1,)),
+    "mirostat": (0,),
     "verbosity": ("medium",),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    # Routers add these to every chat; the parser separates them anyway.
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "return_hidden_states": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "include_obfuscation": (False,),
-    "return_tokens_as_token_ids": (False,),
-    # Other engines' own values where a client sends nothing.
-    "detokenize": (True,),
-    # Of the Responses API.
-    "background": (False,),
     "truncation": ("disabled",),
     "summary": ("auto", "detailed", "none"),
-    "defer_loading": (False,),
     "allowed_callers": (["direct"],),
     **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
     **dict.fromkeys(("context_management", "truncate_prompt_tokens", "bad_words", "logits_processors"), ()),
@@ -83,13 +84,14 @@ class Body(BaseModel):
     """A JSON object; fields without a declaration stay in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    IGNORED: ClassVar[frozenset[str]] = OF_MESSAGES
 
     def check(self, location: str = "") -> None:
         """Raise ApiError for a field, here or in an object within, that is unknown or not supported; an empty
         one is absent. `location` begins the names of fields: `messages.0.`."""
         for name, value in (self.model_extra or {}).items():
             param = f"{location}{name}"
-            if value in (None, "", [], {}) or name in IGNORED or value in NEUTRAL.get(name, ()):
+            if value in (None, "", [], {}) or name in self.IGNORED or value in NEUTRAL.get(name, ()):
                 continue
             if name in NEUTRAL:
                 allowed = " or ".join(map(repr, NEUTRAL[name]))
@@ -170,6 +172,14 @@ class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wrapped(cls, value: Any) -> Any:
+        """llama.cpp and Together have the schema without its wrapper."""
+        if not (isinstance(value, dict) and value.keys() == {"type", "schema"}) or value["type"] == "text":
+            return value
+        return {"type": "json_schema", "json_schema": {"schema": value["schema"]}}
+
 
 class StructuredOutputs(Part):
     json_: Annotated[Schema | None, Field(alias="json")] = None
@@ -182,6 +192,7 @@ class StructuredOutputs(Part):
 class ConstraintFields(Body):
     """OpenAI's `response_format`, vLLM's `structured_outputs`, or its former names; one of them at most."""
 
+    IGNORED = OF_REQUESTS
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None

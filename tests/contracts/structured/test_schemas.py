@@ -102,6 +102,12 @@ def test_calls_beside_what_has_no_rule_are_refused() -> None:
     assert alone == Constraint(kind="grammar", text='start: "a"')
 
 
+def test_a_schema_needs_no_wrapper() -> None:
+    for kind in ("json_schema", "json_object"):
+        bare = {"type": kind, "schema": SIZE}
+        assert chat(response_format=bare).constraint() == chat(response_format=SCHEMA).constraint()
+
+
 def test_a_format_is_about_text_which_an_answer_that_must_call_has_not() -> None:
     forced = chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA)
     assert forced.constraint() == chat(tools=TOOLS, tool_choice="required").constraint()
