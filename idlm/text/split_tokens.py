@@ -161,9 +161,9 @@ def texts_of(value: Any) -> Iterator[str]:
         one = left.pop()
         if isinstance(one, str):
             yield one
-        elif isinstance(one, Mapping):
+        elif isinstance(one, dict):
             left += (*one.keys(), *one.values())
-        elif isinstance(one, Sequence):
+        elif isinstance(one, (list, tuple)):
             left += one
 
 

@@ -224,21 +224,22 @@ def encode_messages(
     tokenizer: Any,
     messages: Sequence[Message],
     *,
+    open_turn: bool = True,
     enable_thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
     split_special_tokens: bool = False,
 ) -> list[int]:
-    """Return the ids of a conversation that the assistant is to continue. With `split_special_tokens` only
-    the template's own special tokens and marks of turns are tokens; those that messages, tools and
-    `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens` as
-    in `encode_prompts`."""
+    """Return the ids of a conversation, which the assistant is to continue if `open_turn`. With
+    `split_special_tokens` only the template's own special tokens and marks of turns are tokens; those that
+    messages, tools and `template_kwargs` spell are text. Errors are those of `render`, and UserError
+    IDLM-0240; `max_tokens` as in `encode_prompts`."""
 
     def rendered(given: Any) -> str:
         messages, tools, extra = given
         options: Any = {"enable_thinking": enable_thinking, "tools": tools, "template_kwargs": extra}
-        return render(tokenizer, messages, open_turn=True, **options)
+        return render(tokenizer, messages, open_turn=open_turn, **options)
 
     given: Any = [messages, tools, template_kwargs or {}]
     splitter = _splitter(tokenizer, all_template_text(tokenizer)) if split_special_tokens else None

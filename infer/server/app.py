@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -71,15 +70,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         async with connected(request):
             generation = await service.chat(body, request.state.client)
-        parser = functools.partial(service.answer_parser, body, generation.prompts[0])
-        reply = ChatReply(body, generation, service.name_of(generation), service.token_texts, parser)
+        reply = ChatReply(body, generation, service.shown(body, generation))
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async with connected(request):
             generation = await service.complete(body, request.state.client)
-        reply = CompletionReply(body, generation, service.name_of(generation), service.token_texts)
+        reply = CompletionReply(body, generation, service.shown(body, generation))
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
 
@@ -92,9 +90,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         chat = body.chat()
         async with connected(request):
             generation = await service.chat(chat, request.state.client)
-        parser = functools.partial(service.answer_parser, chat, generation.prompts[0])
-        about = service.name_of(generation), service.token_texts
-        reply = ResponseReply(body, chat, generation, *about, parser, store)
+        reply = ResponseReply(body, chat, generation, service.shown(chat, generation), store)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.get("/v1/responses/{response_id}")

@@ -25,10 +25,10 @@ from idlm.infer.server.errors import ApiError, FieldError, engine_unavailable, f
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
-from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies.choices import TokenTexts
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
+from idlm.infer.server.replies.choices import Shown, TokenTexts
 from idlm.infer.server.replies.stored import ResponseStore
-from idlm.infer.server.templates import TemplateProcesses
+from idlm.infer.server.templates import TemplateProcess
 from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
 from idlm.text.templates import all_template_text, render
@@ -59,7 +59,8 @@ class Service:
         self._known_losses, self._stores = dict[int, list[str]](), dict[str, ResponseStore]()
         # Of one client, one short text and one long text at a time are encoded.
         self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
-        self._templates: TemplateProcesses | None = None
+        self._templates: list[TemplateProcess] = []
+        self.template_variables = frozenset[str]()
         # Each with a tokenizer of its own, which are not made for several threads. Long texts have the second
         # one, so that short ones do not wait for them.
         self._encoders = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "long")]
@@ -70,16 +71,17 @@ class Service:
         """Folders by the names that requests give: of the checkpoint itself, then of its further adapters."""
         return {self.model_name: self.config.model, **self.config.adapters}
 
-    def name_of(self, generation: Generation) -> str:
-        """The one of these names that answers."""
-        return generation.params.adapter or self.model_name
-
     @property
     def status(self) -> str:
         """`ready`, or why no request can be taken."""
         if self.is_draining:
             return "draining"
         return self.client.state if self._has_tokenizer or self.client.state != "ready" else "loading"
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 if no request can be taken."""
+        if self.status != "ready":
+            raise engine_unavailable(f"the engine is {self.status}")
 
     @property
     def info(self) -> EngineInfo:
@@ -124,8 +126,8 @@ class Service:
         await self.client.close()
         for encoder in self._encoders:
             encoder.shutdown(wait=False, cancel_futures=True)
-        if self._templates is not None:
-            self._templates.close()
+        for process in self._templates:
+            process.close()
 
     def stored(self, client: str) -> ResponseStore:
         """The responses of a client's key; without keys all clients have the same ones."""
@@ -133,41 +135,46 @@ class Service:
         return self._stores.setdefault(owner, ResponseStore(share))
 
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
-        with self._checked(body, "messages"):
+        with self.checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             if params.stop and params.stop_in_reasoning is None:
                 params = dataclasses.replace(params, stop_in_reasoning=not self._thinks(body))
-            thinking = body.thinking(self.config.enable_thinking)
-            messages, tools = body.plain_messages(), [tool.plain() for tool in body.callable_tools]
-            self._check_tools(bool(tools))
-            encode = functools.partial(
-                self._encode_chat,
-                enable_thinking=thinking,
-                tools=tools,
-                template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
-            )
-            [(token_ids, notes)] = await self.encode(encode, [messages], params.n, client)
+            token_ids, notes = await self.encode_chat(body, params.n, client)
             generation = await self._generate(body, [token_ids], params, turn)
             generation.notes = [*generation.notes, *notes]
             return generation
 
+    async def encode_chat(
+        self, body: ChatRequest, num_samples: int, client: str, *, open_turn: bool = True
+    ) -> tuple[list[int], list[str]]:
+        """The ids of a conversation, and what its template silently leaves out."""
+        tools = [tool.plain() for tool in body.callable_tools]
+        self._check_tools(bool(tools))
+        encode = functools.partial(
+            self._encode_chat,
+            open_turn=open_turn,
+            enable_thinking=body.thinking(self.config.enable_thinking),
+            tools=tools,
+            template_kwargs=body.template_kwargs(self.template_variables),
+        )
+        return (await self.encode(encode, [body.plain_messages()], num_samples, client))[0]
+
     def _encode_chat(
         self, tokenizer: Any, messages: Any, *, max_tokens: int, tools: Any, **options: Any
     ) -> tuple[list[int], list[str]]:
-        """The ids of a conversation, and what its template silently leaves out."""
         split = self.config.split_special_tokens
         token_ids = encode_messages(
             tokenizer, messages, max_tokens=max_tokens, tools=tools, split_special_tokens=split, **options
         )
 
         def redraw(messages: Any, tools: Any) -> str:
-            return render(tokenizer, messages, open_turn=True, tools=tools, **options)
+            return render(tokenizer, messages, tools=tools, **options)
 
         kinds = kinds_left_out(messages, tools, redraw=redraw, known=self._known_losses)
         return token_ids, [f"the chat template leaves out {kind}" for kind in kinds]
 
     async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
-        with self._checked(body, "prompt"):
+        with self.checked(body, "prompt"):
             prompts, turn = body.prompts, body.turn(client)
             params = self._admit(body, client, num_prompts=len(prompts))
             if isinstance(prompts[0], str):
@@ -192,14 +199,20 @@ class Service:
             generation.notes = [*generation.notes, note]
         return generation
 
-    def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
+    def shown(self, body: ChatRequest | CompletionRequest, generation: Generation) -> Shown:
+        """What the answer to `body` has besides its events."""
+        about = Shown(generation.params.adapter or self.model_name, self.token_texts)
+        if isinstance(body, CompletionRequest):
+            return about
         thinks = self._thinks(body)
-        return AnswerParser(
+        parser = functools.partial(
+            AnswerParser,
             thinks=thinks,
-            is_open=thinks and is_opened(self.tokenizer, prompt_ids),
+            is_open=thinks and is_opened(self.tokenizer, generation.prompts[0]),
             calls=bool(body.callable_tools),
             text_of=self.token_texts.text,
         )
+        return about._replace(new_parser=parser)
 
     def _thinks(self, body: ChatRequest) -> bool:
         """Whether an answer may begin with reasoning, as none does whose first token is constrained."""
@@ -226,7 +239,7 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
+    def checked(self, body: SamplingFields, prompt_field: str) -> Iterator[None]:
         """Check the body itself; errors, also those of the engine's checks, name the client's field."""
         try:
             body.check()
@@ -249,8 +262,7 @@ class Service:
         for field, num, maximum in limits:
             if num > maximum:
                 raise FieldError(field, f"{num} of them, at most {maximum} are allowed")
-        if self.status != "ready":
-            raise engine_unavailable(f"the engine is {self.status}")
+        self.check_ready()
         num_lanes: int = self.info.settings["max_num_seqs"]
         maximum = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
         share = max(1, maximum // max(1, self.num_keys))
@@ -306,10 +318,15 @@ class Service:
             self.tokenizer = await loop.run_in_executor(encoder, load_tokenizer, directory)
         if self.tokenizer is not None and not self.client.is_closing:
             copied = await loop.run_in_executor(encoder, copy.deepcopy, self.tokenizer)
-            self._templates, self._tokenizers = TemplateProcesses(self.tokenizer), (self.tokenizer, copied)
+            self._tokenizers = self.tokenizer, copied
             # A template of the checkpoint must not stop this process.
             for tokenizer in self._tokenizers:
-                tokenizer.apply_chat_template = self._templates.apply
+                self._templates.append(TemplateProcess(tokenizer))
+                tokenizer.apply_chat_template = self._templates[-1].apply
+            # A template that cannot be read has no variables; it refuses each conversation, with the reason.
+            with contextlib.suppress(ValueError, TimeoutError):
+                variables = await loop.run_in_executor(encoder, self._templates[0].variables)
+                self.template_variables = variables
         self.token_texts = TokenTexts(self.tokenizer)
         # As in the engine process: looking at all libraries would stop every stream for a tenth of a second.
         gc.collect()

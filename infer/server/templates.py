@@ -7,15 +7,12 @@ start, and can open no file and no socket. One that the kernel ends is replaced.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +20,9 @@ PROGRAM = ("-P", "-m", "idlm.infer.server.templates")
 RENDER_SECONDS, MEMORY_BYTES = 1.0, 1 << 30
 MAX_TEXT, MAX_ERROR = 1 << 24, 2000
 """Characters of a rendered conversation, and of the message of one that fails."""
-START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 120.0, 60.0, 5.0
-"""Longest waits in seconds of real time, which may be long on a machine that is busy."""
-NUM_PROCESSES, LOOK_SECONDS = 2, 0.05
+ANSWER_SECONDS, STOP_SECONDS = 120.0, 5.0
+"""Longest waits in seconds of real time, which may be long on a machine that is busy. The first answer comes
+after the start."""
 REHEARSAL = (
     r"{% macro m(a) %}{{ '\\n\u00e9' ~ a | trim | tojson }}{% endmacro %}{% set n = namespace(a=m(1)) %}",
     r"{% generation %}{{ n.a | pprint ~ lipsum(1) ~ strftime_now('%d %b %Y') }}{% endgeneration %}",
@@ -51,26 +48,32 @@ class TemplateProcess:
         conversation = [{key: value for key, value in one.items() if value is not None} for one in messages]
         question = {**self._tokenizer.special_tokens_map, **names, "conversations": [conversation]}
         question["chat_template"] = self._tokenizer.get_chat_template(None, names.get("tools"))
+        return str(self._answer(question)["text"])
+
+    def variables(self) -> frozenset[str]:
+        """The variables that the tokenizer's templates read and do not set themselves. Raises as `apply`."""
+        template = self._tokenizer.chat_template
+        texts = [*template.values()] if isinstance(template, dict) else [template or ""]
+        return frozenset(self._answer({"variables_of": texts})["variables"])
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = self._exchange(json.dumps(question, default=str).encode())
+            self._file.write(json.dumps(question, default=str).encode() + b"\n")
+            self._file.flush()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionError("the process has ended")
         except OSError as error:
             self._stop()
             if not self._is_closed:
                 self._start()
             raise TimeoutError(TOO_MUCH) from error
+        answer: dict[str, Any] = json.loads(line)
         if "too_much" in answer:
             raise TimeoutError(answer["too_much"])
         if "error" in answer:
             raise ValueError(answer["error"])
-        return str(answer["text"])
-
-    def is_ready(self) -> bool:
-        """Whether it has started and accepts questions, or has ended, which the next question shows."""
-        if self._is_ready or self._is_closed:
-            return True
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(0))
+        return answer
 
     def close(self) -> None:
         """End the process; a thread that waits for it gets an error."""
@@ -86,26 +89,8 @@ class TemplateProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._connection, self._is_ready = ours, False
-        self._file = ours.makefile("rwb")
-
-    def _exchange(self, question: bytes) -> dict[str, Any]:
-        if not self._is_ready:
-            # It started during other work; its first line shows that it is ready.
-            self._connection.settimeout(START_SECONDS)
-            self._read()
-            self._connection.settimeout(ANSWER_SECONDS)
-            self._is_ready = True
-        self._file.write(question + b"\n")
-        self._file.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._file.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the process has ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        ours.settimeout(ANSWER_SECONDS)
+        self._connection, self._file = ours, ours.makefile("rwb")
 
     def _stop(self) -> None:
         self._process.kill()
@@ -119,46 +104,13 @@ class TemplateProcess:
             self._process.wait(STOP_SECONDS)
 
 
-class TemplateProcesses:
-    """Processes that several threads share. One of them is ready while another starts again, or is slow."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._idle = [TemplateProcess(tokenizer) for _ in range(NUM_PROCESSES)]
-        self._all, self._change = tuple(self._idle), threading.Condition()
-
-    def apply(self, *given: Any, **names: Any) -> str:
-        with self._change:
-            process = self._ready()
-            self._idle.remove(process)
-        try:
-            return process.apply(*given, **names)
-        finally:
-            with self._change:
-                self._idle.append(process)
-                self._change.notify()
-
-    def close(self) -> None:
-        for process in self._all:
-            process.close()
-
-    def _ready(self) -> TemplateProcess:
-        """An idle process that accepts questions; after a time one that has not started."""
-        for num_looks in itertools.count():
-            late = self._idle if num_looks >= START_SECONDS / LOOK_SECONDS else []
-            if found := [process for process in self._idle if process.is_ready()] or late:
-                break
-            self._change.wait(LOOK_SECONDS)
-        return found[0]
-
-
 def main() -> None:
     """Answer questions, a JSON object a line, until the other end of the socket is closed."""
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rwb") as file:
         for template in (*REHEARSAL, "".join(REHEARSAL), "{{ no.such.name }}", "{% no %}"):
             _answer({"conversations": [[{"content": ""}]], "chat_template": template})
+            _answer({"variables_of": [template]})
         _confine()
-        file.write(b"{}\n")
-        file.flush()
         for line in file:
             # A copy of this process answers: one that is ended costs no start, which takes seconds.
             copied = os.fork()
@@ -173,11 +125,16 @@ def main() -> None:
                 connection.sendall(json.dumps({"too_much": TOO_MUCH}).encode() + b"\n")
 
 
-def _answer(question: dict[str, Any]) -> dict[str, str]:
-    from transformers.utils.chat_template_utils import render_jinja_template
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils import chat_template_utils as chats
 
     try:
-        [text], _ = render_jinja_template(**question)
+        if (texts := question.get("variables_of")) is not None:
+            environment = chats._compile_jinja_template("").environment
+            found = (find_undeclared_variables(environment.parse(text)) for text in texts)
+            return {"variables": [*frozenset().union(*found)]}
+        [text], _ = chats.render_jinja_template(**question)
     # Templates raise jinja2's errors, and others for messages they do not expect.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}

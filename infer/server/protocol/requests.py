@@ -5,12 +5,13 @@ unless its value changes nothing."""
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from idlm.config.suggest import did_you_mean
 from idlm.contracts import MAX_BIAS, Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
@@ -245,10 +246,13 @@ class TemplateOptions(Body):
             raise FieldError(location.removesuffix("."), NOT_JSON)
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -329,20 +333,22 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs=true")
 
-    def template_kwargs(self, template: str) -> dict[str, Any]:
-        """What else the template gets: the effort, if it has a variable for it, and arguments of the client.
-        Raises ApiError for those that it has no variable for."""
+    def template_kwargs(self, variables: Collection[str]) -> dict[str, Any]:
+        """What else the template gets, whose `variables` these are: the effort, if it has one for it, and
+        arguments of the client. Raises ApiError for those that it has no variable for."""
         given = (self.chat_template_kwargs and self.chat_template_kwargs.model_extra) or {}
         for name in given:
-            if not re.search(rf"\b{re.escape(name)}\b", template):
-                raise FieldError(f"chat_template_kwargs.{name}", "the model's chat template does not read it")
-        has_effort = self.reasoning_effort is not None and "reasoning_effort" in template
+            if name not in variables:
+                rule = f"the model's chat template does not read it{did_you_mean(name, variables)}"
+                raise FieldError(f"chat_template_kwargs.{name}", rule)
+        has_effort = self.reasoning_effort is not None and "reasoning_effort" in variables
         return {"reasoning_effort": self.reasoning_effort} | given if has_effort else given
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""
         options = self.chat_template_kwargs or TemplateOptions()
-        values = (self.enable_thinking, options.enable_thinking, options.thinking, default)
+        values = [self.enable_thinking, options.enable_thinking, options.thinking]
+        values += [False if self.reasoning_effort == "none" else default]
         return next((value for value in values if value is not None), None)
 
 

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
@@ -64,28 +64,30 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded), list(encoded)
 
 
+class Shown(NamedTuple):
+    """What an answer has besides its events; `new_parser` makes the parser of one sample of a chat."""
+
+    model_name: str
+    texts: TokenTexts
+    new_parser: Callable[[], AnswerParser] = AnswerParser
+
+
 class Reply(ABC):
     prefix, whole, chunk = "", "", ""
 
-    def __init__(
-        self,
-        body: ChatRequest | CompletionRequest,
-        generation: Generation,
-        model_name: str,
-        texts: TokenTexts,
-    ) -> None:
-        self._generation, self._texts, self._named = generation, texts, body.named
+    def __init__(self, body: ChatRequest | CompletionRequest, generation: Generation, shown: Shown) -> None:
+        self._generation, self._texts, self._named = generation, shown.texts, body.named
         options = body.stream_options or StreamOptions()
         self._has_usage, self._has_final_usage = options.continuous_usage_stats, options.include_usage
         self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
         self._has_passes = body.has_passes
         made = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time())}
-        self._head = {**made, "model": model_name, "system_fingerprint": f"idlm-{__version__}"}
+        self._head = {**made, "model": shown.model_name, "system_fingerprint": f"idlm-{__version__}"}
         # All chunks begin alike; encoding that anew would take longer than what differs.
         self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
         self._num_tokens: dict[int, int] = {}
         self._figures: dict[int, SampleCounts] = {}
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers = defaultdict[int, AnswerParser](shown.new_parser)
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
         """By prompt; its first sample brings them."""
 
@@ -220,20 +222,12 @@ class Reply(ABC):
 
 
 class ChatReply(Reply):
-    """The answer to a conversation. `new_parser` makes the parser of one sample."""
+    """The answer to a conversation."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        body: ChatRequest,
-        generation: Generation,
-        model_name: str,
-        texts: TokenTexts,
-        new_parser: Callable[[], AnswerParser],
-    ) -> None:
-        super().__init__(body, generation, model_name, texts)
-        self._parsers = defaultdict[int, AnswerParser](new_parser)
+    def __init__(self, body: ChatRequest, generation: Generation, shown: Shown) -> None:
+        super().__init__(body, generation, shown)
         self._num_calls = Counter[int]()
 
     def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
@@ -258,9 +252,8 @@ class ChatReply(Reply):
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
         # What is more than text comes with the last part.
-        events = [event._replace(token_ids=[], logprobs=[], figures=None, passes=[])] * (len(deltas) - 1) + [
-            event
-        ]
+        text = event._replace(token_ids=[], logprobs=[], figures=None, passes=[])
+        events = [*[text] * (len(deltas) - 1), event]
         return [
             {"index": index, "delta": delta, **self._rest(index, each)}
             for delta, each in zip(deltas, events, strict=False)
@@ -305,10 +298,8 @@ class CompletionReply(Reply):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, body: CompletionRequest, generation: Generation, model_name: str, texts: TokenTexts
-    ) -> None:
-        super().__init__(body, generation, model_name, texts)
+    def __init__(self, body: CompletionRequest, generation: Generation, shown: Shown) -> None:
+        super().__init__(body, generation, shown)
         self._body = body
         self._positions, self._prompt_offsets = dict[int, TokenOffsets](), dict[int, list[int]]()
         self._num_chars = Counter[int]()

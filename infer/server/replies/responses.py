@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent
-from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.server.protocol.responses import ResponseRequest, new_id
-from idlm.infer.server.replies.choices import ChatReply, TokenTexts
+from idlm.infer.server.replies.choices import ChatReply, Shown
 from idlm.infer.server.replies.stored import ResponseStore
 
 Event = tuple[str, dict[str, Any]]
@@ -31,17 +30,15 @@ class ResponseReply(ChatReply):
         body: ResponseRequest,
         chat: ChatRequest,
         generation: Generation,
-        model_name: str,
-        texts: TokenTexts,
-        new_parser: Callable[[], AnswerParser],
+        shown: Shown,
         store: ResponseStore,
     ) -> None:
-        super().__init__(chat, generation, model_name, texts, new_parser)
+        super().__init__(chat, generation, shown)
         self._body, self._store, self._numbers = body, store, itertools.count()
         self._items: list[dict[str, Any]] = []
         about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
         empty = {"error": None, "incomplete_details": None, "usage": None, "output": self._items}
-        self._response = {**about, "model": model_name, **body.described(generation.params), **empty}
+        self._response = {**about, "model": shown.model_name, **body.described(generation.params), **empty}
         self._response["store"] = body.store is not False and store.max_size > 0
         # Of the open text: its name in deltas, its pieces, and its log-probabilities, which are those of all
         # tokens so far, as in a chat; no event has `_new_scores` yet.

@@ -113,14 +113,26 @@ def test_a_refusal_is_text_of_the_assistant() -> None:
         assert message.plain("") == {"role": "assistant", "content": "No."}
 
 
-def test_a_template_gets_arguments_for_variables_that_it_has() -> None:
+def test_a_template_gets_arguments_for_variables_that_it_has(server: Running) -> None:
+    variables = server.front.service.template_variables
+    assert variables == {"messages", "tools", "add_generation_prompt", "enable_thinking"}
     given = {"thinking": False, "language": "de", "effort": 2}
     body = ChatRequest.model_validate({"messages": QUESTION, "chat_template_kwargs": given})
     body.check()
-    assert body.template_kwargs("{{ language ~ effort }}") == {"language": "de", "effort": 2}
+    assert body.template_kwargs({"language", "effort"}) == {"language": "de", "effort": 2}
     assert body.thinking(default=True) is False
-    with pytest.raises(ApiError, match=r"chat_template_kwargs\.effort"):
-        body.template_kwargs("{{ language ~ reasoning_effort }}")
+    with pytest.raises(ApiError, match=r"chat_template_kwargs\.language.*did you mean 'languages'"):
+        body.template_kwargs({"languages", "effort"})
+
+
+def test_no_effort_is_no_reasoning() -> None:
+    given = {"messages": QUESTION, "reasoning_effort": "none"}
+    for fields, expected in (
+        ({}, False),
+        ({"enable_thinking": True}, True),
+        ({"reasoning_effort": "low"}, None),
+    ):
+        assert ChatRequest.model_validate(given | fields).thinking(default=None) is expected
 
 
 @pytest.mark.sweep

@@ -246,8 +246,8 @@ def test_defaults_yield_to_a_request_that_excludes_them() -> None:
 
 def test_an_effort_goes_to_templates_that_have_a_place_for_it() -> None:
     body = ChatRequest.model_validate({**VALID[CHAT], "reasoning_effort": "low"})
-    assert body.template_kwargs("{{ reasoning_effort }}") == {"reasoning_effort": "low"}
-    assert body.template_kwargs("{{ messages }}") == {}
+    assert body.template_kwargs({"reasoning_effort"}) == {"reasoning_effort": "low"}
+    assert body.template_kwargs({"messages"}) == {}
 
 
 @pytest.mark.parametrize(

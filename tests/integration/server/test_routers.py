@@ -23,6 +23,7 @@ from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.server.run import FrontEnd
+from idlm.text.tokenizer import encode_messages
 from tests.integration.server.servers import (
     CALLER_WORDS,
     PATIENCE,
@@ -113,9 +114,17 @@ def test_the_tokenizer_is_served_as_vllm_serves_it(server: Running) -> None:
             again = server.client.post("/detokenize", json={"tokens": ids, "model": None})
             assert again.json() == {"prompt": tokenizer.decode(ids)}
     assert server.client.get("/tokenizer_info").json()["eos_token"] == tokenizer.eos_token
+    options: Any = {"tools": [TOOL], "enable_thinking": False}
+    body = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    for opens in (True, False):
+        ids = encode_messages(tokenizer, MESSAGES, open_turn=opens, split_special_tokens=True, **options)
+        answer = server.client.post("/tokenize", json={**body, "add_generation_prompt": opens})
+        assert answer.json() == {"count": len(ids), "max_model_len": 160, "tokens": ids, "token_strs": None}
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "mode": 1}, "mode"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "robot"}]}, "messages.0.role"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
     ):

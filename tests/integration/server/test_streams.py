@@ -26,7 +26,7 @@ from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply, TokenTexts
+from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply, Shown, TokenTexts
 from tests.integration.server.servers import PROMPT, Running, running
 
 pytestmark = pytest.mark.sweep
@@ -62,11 +62,11 @@ def new_generation() -> Generation:
 
 
 def new_reply(kind: str, generation: Generation, **fields: Any) -> Reply:
-    texts = TokenTexts(None)
+    shown = Shown("tiny", TokenTexts(None), lambda: AnswerParser(calls="tools" in fields))
     if kind == "chat":
         chat = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)  # type: ignore[list-item]
-        return ChatReply(chat, generation, "tiny", texts, lambda: AnswerParser(calls="tools" in fields))
-    return CompletionReply(CompletionRequest(prompt=[1], **fields), generation, "tiny", texts)
+        return ChatReply(chat, generation, shown)
+    return CompletionReply(CompletionRequest(prompt=[1], **fields), generation, shown)
 
 
 def content(chunks: bytes) -> list[dict[str, Any]]:

@@ -10,14 +10,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.request import QueueOrder, Request, Waiting
-from idlm.infer.server import templates
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.guard import Guard, keys_of
@@ -191,37 +190,6 @@ def test_long_texts_of_clients_are_encoded_in_turn() -> None:
 
     asyncio.run(run())
     assert order == ["a", "b", "a", "a"]
-
-
-class Process:
-    """Stands for a process of templates."""
-
-    made: ClassVar[list[Process]] = []
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.is_started, self.num_calls = False, 0
-        self.made.append(self)
-
-    def is_ready(self) -> bool:
-        return self.is_started
-
-    def apply(self, text: str) -> str:
-        self.num_calls += 1
-        return text
-
-    def close(self) -> None: ...
-
-
-def test_a_process_that_is_ready_renders_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "TemplateProcess", Process)
-    monkeypatch.setattr(Process, "made", [])
-    found = templates.TemplateProcesses(None)
-    first, second = Process.made
-    second.is_started = True
-    assert [found.apply(text) for text in "abc"] == ["a", "b", "c"]
-    assert (first.num_calls, second.num_calls) == (0, 3)
-    first.is_started, second.is_started = True, False
-    assert found.apply("d") == "d" and first.num_calls == 1
 
 
 def request(name: str, index: int = 0, *, client: str = "", priority: int = 0, user: str = "") -> Request:

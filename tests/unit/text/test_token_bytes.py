@@ -11,7 +11,7 @@ import pytest
 
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
-from idlm.infer.server.replies.choices import ChatReply, CompletionReply, TokenTexts
+from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Shown, TokenTexts
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
@@ -75,7 +75,9 @@ def test_what_the_tokenizer_puts_in_front_takes_a_place_where_the_text_spells_it
 
 def completion(texts: TokenTexts, events: list[AnswerEvent], **body: Any) -> list[dict[str, Any]]:
     generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
-    reply = CompletionReply(CompletionRequest(prompt="a", logprobs=2, **body), generation, "tiny", texts)
+    reply = CompletionReply(
+        CompletionRequest(prompt="a", logprobs=2, **body), generation, Shown("tiny", texts)
+    )
     choices = [reply.deltas(0, event, is_first=False)[0] for event in events]
     return [choice["logprobs"] for choice in choices]
 
@@ -112,7 +114,7 @@ def test_no_place_is_beyond_the_text(tokenizer: Any) -> None:
 def test_chats_tell_true_bytes(tokenizer: Any) -> None:
     generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "logprobs": True})
-    reply: Any = ChatReply(body, generation, "tiny", TokenTexts(tokenizer), lambda: None)  # type: ignore[arg-type,return-value]
+    reply: Any = ChatReply(body, generation, Shown("tiny", TokenTexts(tokenizer)))
     ids = ids_of(tokenizer, "😊é")
     event = AnswerEvent("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
     shown = reply._logprobs(0, event)["content"]
