@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.structured.schemas import json_rule, literal
-from idlm.text.thoughts import CLOSE, ThoughtReader, num_open
+from idlm.text.thoughts import CLOSE, TAGS, ThoughtReader, num_open
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
@@ -85,8 +85,8 @@ class AnswerParser:
 
 
 def parses_reasoning(parser: str, template: str) -> bool:
-    """Whether answers are parsed for reasoning; auto: if the template has the tags."""
-    return parser == "think" or (parser == "auto" and CLOSE in template)
+    """Whether answers are parsed for reasoning; auto: if the template has one of the tags."""
+    return parser == "think" or (parser == "auto" and TAGS.search(template) is not None)
 
 
 def parses_calls(parser: str, template: str) -> bool:

@@ -127,7 +127,9 @@ def test_which_templates_ask_for_parsers() -> None:
     qwen3 = '{{ \'<think>\' }}</think> <tool_call>\\n{"name": x, "arguments": y}'
     coder = "<tool_call>\n<function=x> arguments"
     glm = "<tool_call>{{ call.name }}<arg_key>{{ call.arguments }}"
-    assert [parses_reasoning("auto", text) for text in (qwen3, coder, "")] == [True, False, False]
+    opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    reasoning = [parses_reasoning("auto", text) for text in (qwen3, opened, coder, "")]
+    assert reasoning == [True, True, False, False]
     assert [parses_calls("auto", text) for text in (qwen3, coder, glm)] == [True, False, False]
     assert parses_calls("hermes", "") and parses_reasoning("think", "")
     assert not parses_calls("none", qwen3) and not parses_reasoning("none", qwen3)
