@@ -36,7 +36,6 @@ class GenerateConfig(EngineSettings):
         "full-diffusion pass of max_length rows",
         False,
     )
-
     model: str | None = option("checkpoint directory", None, is_path=True)
     prompt: list[str] = option("prompts; also -p TEXT", [])
     input: str | None = option(
@@ -173,9 +172,8 @@ def check_paths(config: EngineSettings) -> None:
     for name, file in NEEDED_FILES:
         if getattr(config, name, False) and getattr(config, file) is None:
             raise UserError("IDLM-0439", f"{name}=true needs {file}=, which is not given", fix="leave it out")
-    is_client = hasattr(config, "url")
     if not (getattr(config, "model", None) or getattr(config, "url", None)):
-        other = ", or url=http://HOST:PORT, a server" if is_client else ""
+        other = ", or url=http://HOST:PORT, a server" if hasattr(config, "url") else ""
         raise UserError("IDLM-0438", "no model given", fix=f"give model=PATH, a checkpoint directory{other}")
 
 

@@ -57,7 +57,8 @@ def generate(arguments: list[str]) -> int:
         return 0
     if config.output is None:
         check_printed(config.sampling)
-    if not _is_one_prompt(config):
+    has_files = config.input is not None or config.output is not None or config.resume
+    if has_files or config.system is not None or not len(config.prompt) == config.sampling.n == 1:
         from idlm.infer.cli.batch import answer_batch
 
         return answer_batch(config, engine_arguments)
@@ -67,11 +68,6 @@ def generate(arguments: list[str]) -> int:
     require_tokenizer(engine.tokenizer, "text")
     print_stream(engine, prompt, config.sampling, has_stats=config.stats)
     return 0
-
-
-def _is_one_prompt(config: GenerateConfig) -> bool:
-    has_files = config.input is not None or config.output is not None or config.resume
-    return len(config.prompt) == config.sampling.n == 1 and config.system is None and not has_files
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

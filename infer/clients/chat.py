@@ -146,7 +146,7 @@ class Chat:
             try:
                 line = self._view.read()
                 if line.startswith("/"):
-                    if _first_word(line) == "/exit":
+                    if line.split()[0] == "/exit":
                         return int(num_failed > 0)
                     self._command(*line.rstrip().partition(" ")[::2])
                 elif line.strip():
@@ -214,7 +214,7 @@ class Chat:
                 raise UserError(
                     "IDLM-0714",
                     f"{name} is not a command of the chat",
-                    fix=f"use {', '.join(map(_first_word, COMMANDS))}, or put a space before a turn",
+                    fix="use /help, which lists the commands, or put a space before a turn",
                 )
 
     def _set(self, text: str) -> None:
@@ -232,10 +232,6 @@ class Chat:
             self._params = dataclasses.replace(self._params, **{name: parse_value(name, value.strip())})
             self._was_set.add(name)
         self._view.note("  ".join(f"{name}={getattr(self._params, name)}" for name in names))
-
-
-def _first_word(text: str) -> str:
-    return text.split()[0]
 
 
 if __name__ == "__main__":

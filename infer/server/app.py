@@ -77,7 +77,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async with connected(request):
             generation = await service.complete(body, request.state.client)
-        reply = CompletionReply(body, generation, service.shown(body, generation))
+        reply = CompletionReply(body, generation, service.shown(None, generation))
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
 
@@ -85,8 +85,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
         store = service.stored(request.state.client)
-        if body.previous_response_id is not None:
-            body.recall(store.previous(body.previous_response_id).conversation())
+        body.recall(store)
         chat = body.chat()
         async with connected(request):
             generation = await service.chat(chat, request.state.client)

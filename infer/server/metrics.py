@@ -14,20 +14,13 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 METRICS: dict[str, tuple[Any, ...]] = {
     "num_running": (Gauge, "vllm:num_requests_running", "Samples that have a lane"),
-    "num_waiting": (
-        Gauge,
-        "vllm:num_requests_waiting",
-        "Samples in the engine's queue, or waiting for a grammar",
-    ),
+    "num_waiting": (Gauge, "vllm:num_requests_waiting", "Samples in the queue, or waiting for a grammar"),
     "kv_usage": (Gauge, "vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1"),
     "num_preemptions": (Counter, "vllm:num_preemptions", "Samples that gave their pages back for a while"),
     "num_cache_queries": (Counter, "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache"),
     "num_cache_hits": (Counter, "vllm:prefix_cache_hits", "Tokens found there"),
     "ready": (Gauge, "idlm:engine_ready", "1 if the engine takes requests"),
-    "cache_config": (
-        *(Gauge, "vllm:cache_config_info", "Size of the KV cache, in the labels"),
-        *("block_size", "num_gpu_blocks"),
-    ),
+    "cache_config": (Gauge, "vllm:cache_config_info", "Size of the KV cache", "block_size", "num_gpu_blocks"),
     "restarts": (Counter, "idlm:engine_restarts", "Engine processes that ended unasked"),
     "prompt_tokens": (Counter, "vllm:prompt_tokens", "Tokens of prompts taken"),
     "generation_tokens": (Counter, "vllm:generation_tokens", "Emitted tokens"),
@@ -40,10 +33,7 @@ METRICS: dict[str, tuple[Any, ...]] = {
     "success": (Counter, "vllm:request_success", "Finished samples", "finished_reason"),
     "responses": (Counter, "idlm:responses", "HTTP responses", "status"),
     "first_token": (Histogram, "vllm:time_to_first_token_seconds", "From a request to its first token"),
-    "between_tokens": (
-        *(Histogram, "vllm:inter_token_latency_seconds"),
-        "Between two emissions of a sample, divided by the tokens of the second one",
-    ),
+    "between_tokens": (Histogram, "vllm:inter_token_latency_seconds", "Between two emissions, per token"),
     "whole_request": (Histogram, "vllm:e2e_request_latency_seconds", "From a request to its end"),
 }
 """Kind, name, text and further labels of each metric; the first ones are fields of `Stats`."""

@@ -147,9 +147,14 @@ class Service:
     async def encode_chat(
         self, body: ChatRequest, num_samples: int, client: str, *, open_turn: bool = True
     ) -> tuple[list[int], list[str]]:
-        """The ids of a conversation, and what its template silently leaves out."""
+        """The ids of a conversation, and what its template silently leaves out. Raises ApiError for tools
+        that are not in the model's prompt, or whose calls nothing reads."""
         tools = [tool.plain() for tool in body.callable_tools]
-        self._check_tools(bool(tools))
+        if tools and "tools" not in self.template_variables:
+            raise FieldError("tools", "the model's chat template does not support tools")
+        if tools and not parses_calls(self.config.tool_parser, all_template_text(self.tokenizer)):
+            rule = "no parser for the calls of this model; the server's option is tool_parser"
+            raise FieldError("tools", rule)
         encode = functools.partial(
             self._encode_chat,
             open_turn=open_turn,
@@ -199,35 +204,23 @@ class Service:
             generation.notes = [*generation.notes, note]
         return generation
 
-    def shown(self, body: ChatRequest | CompletionRequest, generation: Generation) -> Shown:
-        """What the answer to `body` has besides its events."""
-        about = Shown(generation.params.adapter or self.model_name, self.token_texts)
-        if isinstance(body, CompletionRequest):
-            return about
-        thinks = self._thinks(body)
+    def shown(self, body: ChatRequest | None, generation: Generation) -> Shown:
+        """What the answer to a chat, or to a completion (None), has besides its events."""
+        thinks = body is not None and self._thinks(body)
         parser = functools.partial(
             AnswerParser,
             thinks=thinks,
             is_open=thinks and is_opened(self.tokenizer, generation.prompts[0]),
-            calls=bool(body.callable_tools),
+            calls=body is not None and bool(body.callable_tools),
             text_of=self.token_texts.text,
         )
-        return about._replace(new_parser=parser)
+        return Shown(generation.params.adapter or self.model_name, self.token_texts, parser)
 
     def _thinks(self, body: ChatRequest) -> bool:
         """Whether an answer may begin with reasoning, as none does whose first token is constrained."""
         is_constrained = body.must_call or body.has_whole_constraint
         template = all_template_text(self.tokenizer)
         return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)
-
-    def _check_tools(self, has_tools: bool) -> None:
-        """Raise ApiError for tools that are not in the model's prompt, or whose calls nothing reads."""
-        template = all_template_text(self.tokenizer)
-        if has_tools and "tools" not in template:
-            raise FieldError("tools", "the model's chat template does not support tools")
-        if has_tools and not parses_calls(self.config.tool_parser, template):
-            rule = "no parser for the calls of this model; the server's option is tool_parser"
-            raise FieldError("tools", rule)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than those that are served."""

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import Field, PrivateAttr, TypeAdapter
+from pydantic import Field, PrivateAttr
 
 from idlm.contracts import SamplingParams
 from idlm.infer.server.errors import FieldError
@@ -38,6 +38,7 @@ from idlm.infer.server.protocol.requests import (
     Tool,
     ToolCall,
 )
+from idlm.infer.server.replies.stored import ResponseStore
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 """What OpenAI leaves out unless it is wanted. Reasoning is not encrypted here, so the second adds nothing."""
@@ -66,7 +67,9 @@ class ItemPart(TextPart):
 class Item(Body):
     """A part of a conversation; messages need no type. `id` and `status` come with answers."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
+    type: (
+        Literal["message", "reasoning", "function_call", "function_call_output", "item_reference"] | None
+    ) = None
     id: Unicode | None = None
     status: Unicode | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -114,9 +117,8 @@ class Item(Body):
         prefix, *names = KINDS[kind]
         fields = {name: getattr(self, name) for name in names}
         if isinstance(self.content, str):
-            text_type = {"reasoning": "reasoning_text"}.get(
-                kind, "output_text" if is_answer else "input_text"
-            )
+            of_message = "output_text" if is_answer else "input_text"
+            text_type = "reasoning_text" if kind == "reasoning" else of_message
             fields["content"] = [ItemPart(type=text_type, text=self.content)]
         more: dict[str, Any] = {"annotations": []} if is_answer else {}
         for name, value in fields.items():
@@ -133,10 +135,10 @@ KINDS = {
     "reasoning": ("rs", "content", "summary"),
     "function_call": ("fc", "call_id", "name", "arguments"),
     "function_call_output": ("fco", "call_id", "output"),
+    "item_reference": ("",),
 }
 """How ids of an item begin, and which fields it has, by its type; of reasoning one is enough."""
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
-STORED = TypeAdapter(list[Item])
 
 
 class FlatTool(Function):
@@ -195,9 +197,21 @@ class ResponseRequest(SamplingFields):
                 raise FieldError(name, f"give {NAMES[name]}", code="unknown_parameter")
         super().check(location)
 
-    def recall(self, items: bytes) -> None:
-        """Let the items of a stored response, as JSON, precede those of `input`."""
-        self._context = STORED.validate_json(items)
+    def recall(self, store: ResponseStore) -> None:
+        """Let the items of the previous response precede those of `input`, and put items of stored answers in
+        place of references. Raises ApiError for what is not stored."""
+        if self.previous_response_id is not None:
+            before = store.previous(self.previous_response_id).conversation()
+            self._context = [Item.model_validate(item) for item in before]
+        if isinstance(self.input, str):
+            return
+        referred = {at: one.id or "" for at, one in enumerate(self.input) if one.type == "item_reference"}
+        found = store.items(referred.values())
+        for at, name in referred.items():
+            if name not in found:
+                rule = f"no item {name[:80]!r} of an answer is stored; give the item itself"
+                raise FieldError(f"input.{at}.id", rule, code="item_not_found")
+            self.input[at] = Item.model_validate(found[name])
 
     def items(self) -> list[Item]:
         """All items of the conversation, without instructions."""

@@ -12,7 +12,7 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.protocol.requests import ChatRequest
-from idlm.infer.server.protocol.responses import ResponseRequest, new_id
+from idlm.infer.server.protocol.responses import KINDS, ResponseRequest, new_id
 from idlm.infer.server.replies.choices import ChatReply, Shown
 from idlm.infer.server.replies.stored import ResponseStore
 
@@ -110,12 +110,11 @@ class ResponseReply(ChatReply):
             yield from self._close()
             self._open, self._pieces, self._scores = name, [], []
             part: dict[str, Any] = {"type": PARTS[name], "text": ""}
-            item: dict[str, Any] = {"type": "reasoning", "id": new_id("rs"), "summary": []}
+            item: dict[str, Any] = {"type": "reasoning", "summary": []}
             if name == "content":
                 part |= {"annotations": [], "logprobs": []}
-                item = {"type": "message", "id": new_id("msg"), "role": "assistant"}
-            self._items.append(item | {"content": []})
-            yield self._item("added", "in_progress")
+                item = {"type": "message", "role": "assistant"}
+            yield self._added(item | {"content": []})
             self._items[-1]["content"].append(part)
             yield "content_part.added", {**self._where, "content_index": 0, "part": part}
         self._pieces.append(text)
@@ -143,9 +142,8 @@ class ResponseReply(ChatReply):
         """A part of a call: its name, or its arguments, which come whole."""
         if "id" in call:
             yield from self._close()
-            about = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "arguments": ""}
-            self._items.append(about | {"name": call["function"]["name"]})
-            yield self._item("added", "in_progress")
+            about = {"type": "function_call", "call_id": call["id"], "arguments": ""}
+            yield self._added(about | {"name": call["function"]["name"]})
             return
         item, text = self._items[-1], call["function"]["arguments"]
         yield "function_call_arguments.delta", {**self._where, "delta": text}
@@ -156,6 +154,12 @@ class ResponseReply(ChatReply):
     @property
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        """Another item of the output, whose id has that of the response in it."""
+        prefix, key = KINDS[item["type"]][0], self._response["id"].removeprefix("resp_")
+        self._items.append({"id": f"{prefix}_{key}_{len(self._items)}", **item})
+        return self._item("added", "in_progress")
 
     def _item(self, what: str, status: str) -> Event:
         self._items[-1]["status"] = status

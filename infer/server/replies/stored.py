@@ -21,9 +21,14 @@ class Stored(NamedTuple):
     def size(self) -> int:
         return len(self.response) + len(self.items)
 
-    def conversation(self) -> bytes:
-        """The items of input and output, as JSON."""
-        return dump([*json.loads(self.items), *json.loads(self.response)["output"]])
+    @property
+    def output(self) -> Any:
+        """The items of the answer."""
+        return json.loads(self.response)["output"]
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items of input and output."""
+        return [*json.loads(self.items), *self.output]
 
     def page(self, *, after: str | None, limit: int, is_reversed: bool) -> dict[str, Any]:
         """A list of input items, from the one after the item with the id `after` on."""
@@ -55,6 +60,11 @@ class ResponseStore:
         while self._size > self.max_size:
             self._size -= self._stored.popitem(last=False)[1].size
         return True
+
+    def items(self, names: Iterable[str]) -> dict[str, Any]:
+        """Items of stored answers by id, at least those of `names` that are stored."""
+        owners = {f"resp_{''.join(name.split('_')[1:2])}" for name in names} & self._stored.keys()
+        return {item["id"]: item for owner in owners for item in self._stored[owner].output}
 
     def get(self, name: str) -> Stored:
         """A stored response. Raises ApiError 404 for an id that is unknown."""

@@ -157,6 +157,13 @@ def test_the_client_reads_a_stream_and_goes_on_with_results(client: OpenAI, serv
     repeated = client.responses.create(input=sent, store=False, **settings)
     assert stored.usage and repeated.usage and stored.usage.input_tokens == repeated.usage.input_tokens
     assert stored.output_text == repeated.output_text and stored.previous_response_id == first.id
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    referred = client.responses.create(input=[sent[0], *references, result], **settings)
+    assert referred.usage and referred.usage.input_tokens == repeated.usage.input_tokens
+    for name in (f"{references[0]['id']}0", first.id, "", "fc_"):
+        with pytest.raises(BadRequestError) as wrong:
+            client.responses.create(input=[sent[0], {"type": "item_reference", "id": name}], **settings)
+        assert (wrong.value.code, wrong.value.param) == ("item_not_found", "input.1.id")
     items = client.responses.input_items.list(stored.id, order="asc", limit=2)
     assert [item.type for item in items] == [item.get("type", "message") for item in sent]
     page = server.client.get(f"{PATH}/{stored.id}/input_items").json()
@@ -311,7 +318,7 @@ def test_stored_responses_are_bounded_by_their_size() -> None:
     store = ResponseStore(3 * len(dump([{"id": "a", **response}])))
     for name in "abc":
         store.put({"id": name, **response}, [])
-    assert store.get("a").conversation() == dump(response["output"])
+    assert store.get("a").conversation() == response["output"]
     store.put({"id": "d", **response}, [])
     with pytest.raises(ApiError, match="'b'"):
         store.get("b")

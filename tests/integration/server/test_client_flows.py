@@ -113,6 +113,13 @@ def test_a_refusal_is_text_of_the_assistant() -> None:
         assert message.plain("") == {"role": "assistant", "content": "No."}
 
 
+@pytest.mark.parametrize("name", ["openai_calls", "openai_second_turn_calls"])
+def test_a_chat_is_tokenized_as_it_is_answered(server: Running, name: str) -> None:
+    answer = server.client.post("/v1/chat/completions", json=BODIES[name]).json()
+    found = server.client.post("/tokenize", json=BODIES[name]).json()
+    assert len(found["tokens"]) == found["count"] == answer["usage"]["prompt_tokens"]
+
+
 def test_a_template_gets_arguments_for_variables_that_it_has(server: Running) -> None:
     variables = server.front.service.template_variables
     assert variables == {"messages", "tools", "add_generation_prompt", "enable_thinking"}

@@ -114,10 +114,9 @@ def test_the_tokenizer_is_served_as_vllm_serves_it(server: Running) -> None:
             again = server.client.post("/detokenize", json={"tokens": ids, "model": None})
             assert again.json() == {"prompt": tokenizer.decode(ids)}
     assert server.client.get("/tokenizer_info").json()["eos_token"] == tokenizer.eos_token
-    options: Any = {"tools": [TOOL], "enable_thinking": False}
-    body = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
     for opens in (True, False):
-        ids = encode_messages(tokenizer, MESSAGES, open_turn=opens, split_special_tokens=True, **options)
+        ids = encode_messages(tokenizer, MESSAGES, open_turn=opens, enable_thinking=False)
         answer = server.client.post("/tokenize", json={**body, "add_generation_prompt": opens})
         assert answer.json() == {"count": len(ids), "max_model_len": 160, "tokens": ids, "token_strs": None}
     for path, body, param in (
