@@ -32,7 +32,7 @@ OF_MESSAGES = frozenset(
     )
 )
 """What other servers and clients store in messages, their parts and their tools. In a request itself such a
-name is a mistake, or asks for something: `token_ids` would be a prompt."""
+name is a mistake, or has another meaning: `token_ids` would be a prompt."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""
 NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
