@@ -5,7 +5,6 @@ to produce after it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from idlm.text.templates import (
     thinking_switch,
 )
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
-from idlm.text.tokenizer import encode_text, plain_text, special_token_ids, special_tokens
+from idlm.text.tokenizer import encode_text, plain_text, special_token_ids, special_tokens, without_ends
 from idlm.text.turn_ends import WORD, after_end, next_tags
 
 TRAILING = "turns after the last trained answer are left out"
@@ -91,21 +90,16 @@ def conversation(
 def _ended_once(template: Template, messages: Sequence[Message]) -> list[Message]:
     """Return the messages, whose answers do not end in the token that the template appends."""
     eos, ends = template.tokenizer.eos_token, special_tokens(template.tokenizer)
-    contents = [
-        str(message.get("content")).rstrip() for message in messages if message["role"] == "assistant"
-    ]
-    if not any(content.endswith(ends) for content in contents):
-        return list(messages)
-    after = template.around([{"role": "user", "content": "a"}])[1].lstrip()
-    appended = [end for end in ends if after.startswith(end)]
-    names = "|".join(map(re.escape, [*appended, eos] if appended and eos else appended))
-    end = re.compile(rf"(?:(?:{names or '(?!)'})\s*)+\Z")
-    return [
-        {**message, "content": end.sub("", message["content"])}
-        if message["role"] == "assistant" and isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
+    trimmed: list[Message] = []
+    for message in messages:
+        content = message.get("content") if message["role"] == "assistant" else ""
+        if isinstance(content, str) and content.rstrip().endswith(ends):
+            after = template.around([{"role": "user", "content": "a"}])[1].lstrip()
+            appended = [end for end in ends if after.startswith(end)]
+            closing = (*appended, eos) if appended and eos else (*appended,)
+            message = {**message, "content": without_ends(content, closing)}
+        trimmed.append(message)
+    return trimmed
 
 
 def _cut(

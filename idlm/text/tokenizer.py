@@ -143,6 +143,13 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     return tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
 
 
+def without_ends(text: str, ends: tuple[str, ...]) -> str:
+    """Return a text without those of `ends` that it ends in, and the white space after them."""
+    while (rest := text.rstrip()).endswith(ends):
+        text = rest[: -max(len(end) for end in ends if rest.endswith(end))]
+    return text
+
+
 @functools.lru_cache(maxsize=16)
 def hidden_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of special tokens that an answer's text leaves out: all but the tags of reasoning and of

@@ -19,7 +19,14 @@ from idlm.text.detokenizer import answer_text
 from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, other_tag, reasoning, without_thinking
-from idlm.text.tokenizer import encode_bare, encode_messages, encode_text, num_token_ids, special_tokens
+from idlm.text.tokenizer import (
+    encode_bare,
+    encode_messages,
+    encode_text,
+    num_token_ids,
+    special_tokens,
+    without_ends,
+)
 from idlm.text.transcripts import is_transcript, opens_answer
 from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
@@ -70,8 +77,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.mask_token_id = mask_token_id
         self.thinking, self.turns, self.left_out = thinking, turns, left_out
-        self._special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or "(?!)")
-        self._ends = re.compile(rf"(?:(?:{self._special.pattern})\s*)+\Z")
+        self._ends = special_tokens(tokenizer)
+        self._special = re.compile("|".join(map(re.escape, self._ends)) or "(?!)")
         self._vanishing: dict[str, dict[Any, frozenset[int]]] = {}
         self._num_ids = num_token_ids(tokenizer)
         self._enable_thinking = False if thinking == "off" else None
@@ -116,7 +123,8 @@ class Encoder:
         token_ids = self._with_eos(text)
         if token_ids[: len(prefix)] == prefix:
             token_ids = token_ids[len(prefix) :]
-        found = {SPECIAL: self._special.search(self._ends.sub("", text)), TRANSCRIPT: is_transcript(text)}
+        is_special = self._special.search(without_ends(text, self._ends))
+        found = {SPECIAL: is_special, TRANSCRIPT: is_transcript(text)}
         sample = Sample.from_pair(prefix, token_ids, origin=origin)
         return self._checked(replace(sample, notes=tuple(note for note in found if found[note])))
 
@@ -267,7 +275,7 @@ class Encoder:
         """Return what is unusual about a turn. A special token at the end of an answer is not."""
         is_answer = role == "assistant"
         found = {
-            SPECIAL: self._special.search(self._ends.sub("", text) if is_answer else text),
+            SPECIAL: self._special.search(without_ends(text, self._ends) if is_answer else text),
             OTHER_TAGS: is_answer and other_tag(text),
             LATER_BLOCK: is_answer and self.thinking != "keep" and OPEN in text,
             TAGS_TWICE: role == "tool" and text.lstrip().startswith(RESULT) and RESULT in template.text,
@@ -299,7 +307,7 @@ class Encoder:
 
     def _with_eos(self, text: str) -> list[int]:
         """Return the ids of a text, which end in eos once, also where the text has it."""
-        text = re.sub(rf"(?:{re.escape(self.tokenizer.eos_token)}\s*)+\Z", "", text)
+        text = without_ends(text, (self.tokenizer.eos_token,))
         return [*encode_text(self.tokenizer, text), self.tokenizer.eos_token_id]
 
     def _checked(self, sample: Sample) -> Sample:
