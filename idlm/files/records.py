@@ -191,13 +191,19 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
             return Found((given,), ())
         left_out: list[str] = []
         if given.is_dir():
-            found = _of_first_group(_below(given, left_out), groups, left_out)
+            files = _below(given, left_out)
+            found = next(filter(None, (_taken(files, group) for group in groups)), [])
+            left_out += [shown(file) for file in set(files) - set(found)]
             plain = [end for group in groups for end in group if Path(end).suffix not in PACKINGS]
             problem = f"the folder {path} has no file that ends in {' or '.join(plain)}"
         else:
             found = _matching(given, left_out)
             problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
-    found = _without_packed_copies(found, left_out)
+    known = set(found)
+    # The records of `a.jsonl.gz` next to `a.jsonl` would be repeated.
+    copies = {file for file in known if file.suffix in PACKINGS and file.with_suffix("") in known}
+    left_out += [shown(file) for file in copies]
+    found = [file for file in found if file not in copies]
     if not found:
         note = f"; left out: {some_of(sorted(left_out))}" if left_out else ""
         raise UserError("IDLM-0209", problem + note, fix=fix)
@@ -254,25 +260,9 @@ def _matching(pattern: Path, left_out: list[str]) -> list[Path]:
     return found
 
 
-def _of_first_group(
-    files: Sequence[Path], groups: Sequence[Sequence[str]], left_out: list[str]
-) -> list[Path]:
-    found = next(filter(None, (_taken(files, group) for group in groups)), [])
-    left_out += [shown(file) for file in set(files) - set(found)]
-    return found
-
-
 def _taken(files: Sequence[Path], group: Sequence[str]) -> list[Path]:
     named = [file for file in files if file.name not in DATASET_CARDS]
     return [file for file in named if file.name.lower().endswith(tuple(group))]
-
-
-def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[Path]:
-    """Leave out `a.jsonl.gz` next to `a.jsonl`, whose records it would repeat."""
-    known = set(files)
-    copies = {file for file in known if file.suffix in PACKINGS and file.with_suffix("") in known}
-    left_out += [shown(file) for file in copies]
-    return [file for file in files if file not in copies]
 
 
 def is_saved(path: Path) -> bool:

@@ -135,7 +135,13 @@ def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directo
             )
     if not counts.num_samples:
         _remove_parts(directory, num_parts)
-        raise _no_samples(config, counts)
+        bad = counts.skipped_examples
+        example = f"; the first of {counts.num_skipped} bad records: {bad[0]}" if bad else ""
+        raise UserError(
+            "IDLM-0208",
+            f"{config.path} has no samples{example}",
+            fix=f"give records of one of the shapes: {', '.join(shape.example for shape in SHAPES.values())}",
+        )
     write_part(part_folder(directory, num_parts), waiting, counts, names=reader.names, is_last=True)
     if counts.num_skipped:
         log.warning("%d of %d records are bad and were skipped", counts.num_skipped, counts.num_records)
@@ -169,16 +175,6 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
             record = {name: value for name, value in row.value.items() if is_read(name, shape)}
             ignored = (*ignored_keys(row.value, shape), *row.unread)
             yield replace(task, shape=shape, record=record, ignored=ignored)
-
-
-def _no_samples(config: DataConfig, counts: Counts) -> UserError:
-    bad = counts.skipped_examples
-    example = f"; the first of {counts.num_skipped} bad records: {bad[0]}" if bad else ""
-    return UserError(
-        "IDLM-0208",
-        f"{config.path} has no samples{example}",
-        fix=f"give records of one of the shapes: {', '.join(shape.example for shape in SHAPES.values())}",
-    )
 
 
 def _encoded(tasks: Iterator[Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:

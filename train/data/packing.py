@@ -242,12 +242,10 @@ class FileRows:
 
     def _units(self, item: int) -> np.ndarray:
         epoch, index = divmod(item, len(self))
-        row = self._orders.get(epoch, self._order)[index]
+        seed = [self.seed, epoch]
+        order = self._orders.get(epoch, lambda _: np.random.default_rng(seed).permutation(len(self)))
+        row = order[index]
         return self.units[self._members[self._offsets[row] : self._offsets[row + 1]]]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return the order in which an epoch visits the rows, int64 [rows]."""
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self))
 
     def _parts(self, overlong: np.ndarray) -> tuple[np.ndarray, int]:
         """Return the units of samples that are too long, and how many targets they have."""

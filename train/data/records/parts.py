@@ -187,12 +187,6 @@ def parsed_or(text: str, default: Any) -> Any:
         return default
 
 
-def value_of(cell: Any) -> Any:
-    """Return the number or the truth value of a cell of text; any other cell is returned as it is."""
-    # Python writes True where JSON has true.
-    return parsed_or(cell.lower(), cell) if isinstance(cell, str) else cell
-
-
 def text_of(value: Any, name: str) -> str:
     """Return a text, or the joined parts of one, which may be JSON text. UserError IDLM-0202 for anything
     that is not text."""

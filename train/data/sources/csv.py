@@ -11,7 +11,6 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
@@ -19,7 +18,7 @@ from idlm.files.paths import BOM
 from idlm.files.records import TextFile, TextReader, Value
 from idlm.train.data.build import file_source
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import ROLE_KEYS, ROLES, VALUE_KEYS, parsed_or, value_of
+from idlm.train.data.records.parts import ROLE_KEYS, ROLES, VALUE_KEYS, parsed_or
 from idlm.train.data.records.turns import are_turns
 
 DELIMITERS = ",;\t"
@@ -39,9 +38,10 @@ class CsvReader(TextReader):
         csv.field_size_limit(sys.maxsize)
         lines = _lines(file)
         header = next(lines, "").removeprefix(BOM.decode())
+        signs = "\t" if ".tsv" in file.path.name.lower() else re.sub('"[^"]*"', "", header)
+        delimiter = next((sign for sign in DELIMITERS if sign in signs), DELIMITERS[0])
         # A name in quotes may hold a line break.
-        rows, delimiter = itertools.chain([header], lines), _delimiter(header, file.path)
-        table = csv.reader(rows, delimiter=delimiter, strict=True)
+        table = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
         first = 1
         try:
             names = next(table, [])
@@ -92,19 +92,13 @@ def _record(cells: list[str], names: list[str], wanted: list[str], origin: str) 
         return error
 
 
-def _delimiter(header: str, path: Path) -> str:
-    if ".tsv" in path.name.lower():
-        return "\t"
-    bare = re.sub('"[^"]*"', "", header)
-    return next((sign for sign in DELIMITERS if sign in bare), DELIMITERS[0])
-
-
 def _value(key: str, cell: str, origin: str) -> Any:
     """Return a cell as other sources have it; UserError IDLM-0202 for turns that are not JSON."""
     if not cell:
         return None
     if key in VALUE_KEYS:
-        return value_of(cell)
+        # Python writes True where JSON has true.
+        return parsed_or(cell.lower(), cell)
     found = parsed_or(cell, None) if ITEMS.match(cell) else cell
     if found is None and ROLE.search(cell):
         raise UserError(

@@ -20,7 +20,7 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import VALUE_KEYS, value_of
+from idlm.train.data.records.parts import VALUE_KEYS, parsed_or
 
 BATCH_ROWS = 256
 WAYS = (
@@ -59,7 +59,7 @@ class DatasetReader:
                 number += 1
                 record = without_nulls(dict(zip(batch, values, strict=True)))
                 for key in VALUE_KEYS & record.keys():
-                    record[key] = value_of(record[key])
+                    record[key] = parsed_or(str(record[key]).lower(), record[key])
                 yield Row(file=0, number=number, value=record, unread=unread)
             self.share_read = number / len(dataset)
 
