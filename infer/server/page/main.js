@@ -101,7 +101,11 @@ async function connect() {
     const { engine, served_model_name: name, status } = await getJson("server_info");
     if (status !== "ready") throw new ApiError(503, `${name}: ${status} …`);
     const stride = engine.stride > 1 ? `, up to ${engine.stride} tokens per pass` : "";
-    byId("model").textContent = `${name}: decoder ${engine.decoder}${stride}, ${engine.exactness}`;
+    const tokenizer = await getJson("tokenizer_info");
+    const hasChats = Boolean(tokenizer?.chat_template);
+    if (!hasChats) byId("prompt-kind").value = "text";
+    const kind = hasChats ? "" : ", no chat template: text is continued";
+    byId("model").textContent = `${name}: decoder ${engine.decoder}${stride}, ${engine.exactness}${kind}`;
     setPresets(engine);
     showLoad(!byId("load").hidden);
   } catch (error) {

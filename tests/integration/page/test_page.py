@@ -211,8 +211,15 @@ def test_the_page_waits_for_a_server_that_loads(page: Any) -> None:
     ready(page)
 
 
-def test_plain_text_is_continued(page: Any, server: Running) -> None:
-    page.select_option("#prompt-kind", "text")
+@pytest.mark.parametrize("has_template", [True, False])
+def test_plain_text_is_continued(page: Any, server: Running, has_template: bool) -> None:
+    """A model without a chat template has nothing else."""
+    if has_template:
+        page.select_option("#prompt-kind", "text")
+    else:
+        page.route("**/tokenizer_info", lambda route: route.fulfill(json={"chat_template": None}))
+        page.reload()
+        page.locator("#model", has_text="no chat template: text is continued").wait_for()
     page.fill("[data-field=max_tokens]", "12")
     # Fields of chats alone are left out.
     page.fill("[data-field=reasoning_effort]", "low")
