@@ -76,8 +76,8 @@ def function_block(text: str, names: Sequence[str] = (), *, stub: str = "") -> s
     definition without a body does not count where there is another. A text without a block may be or contain
     the code."""
     text = strip_thinking(text)
-    fenced = python_blocks(text)
-    blocks = fenced or _unfenced(text)
+    fenced = [*filter(str.strip, python_blocks(text))]
+    blocks = fenced if any(map(_FUNCTION.search, fenced)) else [*_unfenced(text), *fenced]
     any_name = "|".join(map(re.escape, names)) or "(?!)"
     defined = rf"^(?:(?:async )?def|class) (?:{any_name})\b|^(?:{any_name})\s*(?::[^=\n]*)?=(?!=)"
     for pattern in (defined, rf"^[ \t]+def (?:{any_name})\b"):
@@ -93,7 +93,7 @@ def function_block(text: str, names: Sequence[str] = (), *, stub: str = "") -> s
 
 def _unfenced(text: str) -> list[str]:
     """The text, without marks such as [DONE], if it is Python, else its first part that has a function."""
-    text = re.sub(r"^\[/?[A-Z]+\]$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[/?[A-Z]+\]$|\A\s*python\d*$", "", text, flags=re.MULTILINE)
     begins = (begin.start() for begin in itertools.islice(_BEGIN.finditer(text), MAX_TRIALS))
     codes = [f"{text.strip()}\n"] if _body(text) else (_whole(text[begin:]) for begin in begins)
     return [*itertools.islice(filter(_FUNCTION.search, codes), 1)]

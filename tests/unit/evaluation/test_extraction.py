@@ -90,6 +90,8 @@ ANSWERS = {
     "code that does not end": f"```python\n{CODE}",
     "code alone": f"<think>No.</think>\n\n{CODE}",
     "code after a text": f"from the list, I import it:\n\n{CODE}\nThat is it.",
+    "the end of a fence alone": f"{CODE}```\nThat is it.\n```python\nprint(f(1))\n```",
+    "a language alone": f"python\n{CODE}",
     "marks": f"[BEGIN]\n{CODE}[DONE]",
     "a transcript": "```pycon\n>>> def f(x):\n...     return x\n...\n>>> f(1)\n1\n```",
     "usage that is cut off": f"```python\n{CODE}\nprint(f(1), [f(",
