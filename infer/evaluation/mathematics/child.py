@@ -21,14 +21,16 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.sets import FiniteSet
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser, verify
-from sympy import And, Ge, Gt, Le, Lt, Or, Symbol
+from math_verify import LatexExtractionConfig, parse, parser, verify
+from sympy import And, Expr, Ge, Gt, Le, Lt, Or, Symbol, UnevaluatedExpr
 
 # Else K is k, and E is the number e.
 parser.latex2sympy = partial(parser.latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))
 
 FOLDER = Path(__file__).parent
 MEMORY = 4 << 30
+MAX_GAP = 1e-5
+"""Of two numbers, as a share of one: 0.333333 is a third."""
 SPACE = re.compile(r"(?<!\\)(?:\\[,;:> ]|~)")
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
 # A sec at the end is a unit.
@@ -60,7 +62,7 @@ UNITS = {
 # The units that math-verify removes are variables as well: c, d, s, t.
 NORMALIZATION = NormalizationConfig(malformed_operators=True, nits=True)
 RELATIONS = (Ge, Gt, Le, Lt)
-EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALIZATION), ExprExtractionConfig())
+EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALIZATION),)
 SCALES = {"dozen": 12, "hundred": 100} | {
     name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), start=1)
 }
@@ -80,11 +82,12 @@ RANGE = re.compile(
 )
 STYLE = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 ANNOUNCED = re.compile(
-    r"^\s*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?|approximately\b|about\b)", re.IGNORECASE
+    r"^\s*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?|approximately\b|about\b|[=≈]|\\(?:approx|sim)\b)",
+    re.IGNORECASE,
 )
-LETTER = r"(?:\([A-Za-z]\)|\(?[A-Z]\)?)"
+LETTER = r"(?:\([A-Za-h]\)|\(?[A-Z]\)?)"
 CHOICE = re.compile(
-    rf"(?:[Oo]ptions?|[Cc]hoices?)?\s*({LETTER}(?:(?:\s|,|and|or|&)+{LETTER})*)(?:(?:[.:]|(?<=\)))(.*))?",
+    rf"(?:[Oo]ptions?|[Cc]hoices?)?\s*({LETTER}(?:(?:\s|,|and|or|&)+{LETTER})*)(?:(?:[.:]|(?<=\)))(?!\s*(?:,|and\b|or\b|&))(.*))?",
     re.DOTALL,
 )
 """The letters of choices, and what follows them."""
@@ -103,7 +106,7 @@ SIGNS = DASHES | str.maketrans(
     | {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm "}
 )
 COMMANDS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\equiv": "="}
-COMMANDS |= {r"\varnothing": r"\emptyset", r"\ldots": r"\dots", r"\cdots": r"\dots"}
+COMMANDS |= {r"\varnothing": r"\emptyset", r"\ldots": r"\dots", r"\cdots": r"\dots", r"\pounds": ""}
 REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\[a-z]+", lambda name: COMMANDS.get(name[0], name[0])),
     (r"\\(?:mathrm|operatorname|text)\s*\{\s*(" + FUNCTION + r")\s*\}", r"\\\1 "),
@@ -191,7 +194,8 @@ def expressions(answer: str) -> list[Any]:
         amount = re.sub(r"\\?\$|\{?,\}?(?=\d{3})", "", text[: scale.start()])
         text = rf"{amount}\cdot {SCALES[scale[1]]}"
     # math-verify would remove all from the first text to a unit at the end.
-    text = UNIT_AS_TEXT.sub("", UNIT.sub("", text))
+    if not re.search(r"[<>]|\\[lg]eq?\b", text):
+        text = UNIT_AS_TEXT.sub("", UNIT.sub("", text))
     if QUANTITIES.search(text):
         return [re.sub(r"\s+", "", text)]
     parsed = parse(f"${text}$%" if is_percent else rf"\boxed{{{text}}}", EXTRACTION)
@@ -264,7 +268,19 @@ def are_equal(given: str, expected: str) -> bool:
         SET.fullmatch(one) and PAIR.fullmatch(other) for one, other in ((given, expected), (expected, given))
     ):
         return False
-    return bool(verify(expressions(expected), expressions(given), allow_set_relation_comp=True))
+    found = expressions(expected), expressions(given)
+    is_equal = bool(verify(*found, allow_set_relation_comp=True))
+    return is_equal and not any(_are_far(*pair) for pair in zip(*found, strict=False))
+
+
+def _are_far(one: Any, other: Any) -> bool:
+    """Whether they are numbers that differ by more than rounding, also where math-verify, which compares
+    decimal places, takes both for 0. A percent has a part that is not evaluated."""
+    pair = [each for each in (one, other) if isinstance(each, Expr) and each.is_number]
+    if len(pair) < 2 or any(each.has(UnevaluatedExpr) or each.is_zero for each in pair):
+        return False
+    gap = abs((one - other).evalf())
+    return bool(gap.is_comparable and gap > MAX_GAP * abs(one.evalf()))
 
 
 def main() -> None:

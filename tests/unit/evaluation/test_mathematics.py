@@ -168,6 +168,12 @@ EQUAL = [
     (r"\begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\log_e 2", r"\ln 2"),
     ("about 12", "12"),
+    (r"\approx 5.2", "5.2"),
+    ("= 5", "5"),
+    (r"\pounds 5", "5"),
+    ("1e-20", r"10^{-20}"),
+    ("0.333333", r"\frac13"),
+    (r"+\infty", r"\infty"),
 ]
 OTHER = [
     ("1 1/2", "11/2"),
@@ -258,6 +264,14 @@ OTHER = [
     ("2 to 3", "3 to 2"),
     (r"7 \pmod{10}", r"7 \pmod{12}"),
     (r"7 \bmod 10", "10"),
+    ("1e-20", "2e-20"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    ("0.0000001", "0.0000002"),
+    (r"3\star 5", "5"),
+    (r"\forall x>0, f(x) = 0", "f(x) = 0"),
+    (r"n \ge 3 \text{ odd}", r"n \ge 3 \text{ even}"),
+    (r"\text{(i) and (ii)}", r"\text{(i)}"),
+    ("(I) and (II)", "(I)"),
 ]
 
 
