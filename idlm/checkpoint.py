@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -101,6 +102,13 @@ def verify(
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory holds an adapter and no whole model."""
     return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def warn_of_adapter(directory: Path) -> None:
+    """Warn of an adapter next to a whole model, where PEFT may save one."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        what = "the adapter next to the whole model is not applied, though transformers' AutoModel applies it"
+        warnings.warn(f"{directory}: {what}; merge it, import it (idlm-import) or move it", stacklevel=2)
 
 
 def check_file(path: str | Path) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import foreign_files
+from idlm.checkpoint import foreign_files, is_adapter
 from idlm.config.project import install_command
 from idlm.config.schema import walk
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, search
+from idlm.files.tensors import other_format
 from idlm.semantics import MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
 from idlm.train.config.data import FILE_SOURCES, DataConfig, held_out_config
@@ -184,6 +185,8 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
         )
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
         hint = "it has no config.json" if Path(model.path).exists() else "the directory does not exist"
+        adapter = "an adapter, to be merged into its base" if is_adapter(Path(model.path)) else None
+        hint = f"it has {other}" if (other := adapter or other_format(Path(model.path))) else hint
         what = f"model.path={Path(model.path)} is not a checkpoint directory"
         yield f"{what}: {hint}; hub names are not downloaded (hf download NAME --local-dir DIR)"
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():

@@ -48,7 +48,8 @@ def stored_tensors(directory: Path, *, refuse_copies: bool = False) -> dict[str,
     """Return all tensors of a checkpoint by name. A shard may hold an old copy of a tensor that the index
     assigns to another one: it is left out, or refused. UserError IDLM-0602: no safetensors, 0607: a file is
     missing or damaged, or the index names others than plain *.safetensors."""
-    files, assigned = weight_files(directory), _index(directory)
+    assigned, single = _index(directory), directory / SINGLE_FILE
+    files = sorted({*assigned.values()} or filter(Path.is_file, [single]))
     if not files:
         raise _without_weights(directory)
     missing = [path.name for path in files if not path.is_file()]
@@ -91,13 +92,6 @@ def headers(path: Path) -> dict[str, Stored]:
         first, last = entry["data_offsets"]
         found[name] = Stored(path, 8 + length + first, last - first, tuple(entry["shape"]), entry["dtype"])
     return found
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files that should hold the weights; empty if no file names any. UserError IDLM-0607 for an
-    index that does not name plain *.safetensors files."""
-    is_single = (directory / SINGLE_FILE).is_file()
-    return [directory / SINGLE_FILE] if is_single else sorted(set(_index(directory).values()))
 
 
 def _index(directory: Path) -> Mapping[str, Path]:

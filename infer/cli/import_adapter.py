@@ -299,12 +299,11 @@ def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict
 
 def _warn_of_another_base(directory: Path, base: Path, semantics: Any) -> None:
     """Warn where the adapter came with a base whose weights are not those of `base`."""
-    from idlm.files.tensors import weight_files
+    from idlm.files.tensors import INDEX_FILE, SINGLE_FILE
     from idlm.lora import base_identity
 
-    if base.resolve() == directory.resolve() or not weight_files(directory):
-        return
-    if base_identity(directory) != semantics.base_identity:
+    has_weights = any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    if has_weights and base_identity(directory) != semantics.base_identity:
         warnings.warn(
             f"the weights in {directory} are not those of base={base}: if the adapter was trained on the "
             "former, few drafts will be accepted",

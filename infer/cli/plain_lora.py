@@ -41,8 +41,7 @@ def adapted_modules(tensors: Mapping[str, Tensor]) -> list[str]:
 def peft_names(tensors: Mapping[str, Tensor], *, origin: Path) -> dict[str, Tensor]:
     """Return tensors by the names that PEFT gives them in a file, also those saved with the names that they
     have in a model; UserError IDLM-0613 where these are of several adapters."""
-    found: dict[str, Tensor] = {}
-    adapters = set()
+    found, adapters = dict[str, Any](), set[str | None]()
     for name, tensor in tensors.items():
         path = WRAPPERS.sub("", name)
         if match := OF_A_MODEL.fullmatch(path):

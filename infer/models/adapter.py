@@ -61,7 +61,7 @@ def open_adapter(directory: Path, *, base: str | Path | None) -> Adapter:
         raise UserError(
             "IDLM-0612",
             f"{path} is not the base that {directory} was trained on: its weights differ",
-            fix="give base=PATH with the weights that model.path named in training",
+            fix="give base=PATH with the weights of its training, or idlm-import the adapter for these",
         )
     return Adapter(directory=directory, base=path, spec=spec, semantics=meaning, files=files)
 

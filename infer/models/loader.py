@@ -204,6 +204,7 @@ def _open(
             f"adapters={[*further]}, and model={directory} is a whole model",
             fix="give one of the adapters as model=, and this model as base=",
         )
+    checkpoint.warn_of_adapter(directory)
     return directory, ()
 
 
@@ -342,7 +343,7 @@ def _dtype(
     given: Any = dtype
     if given == "auto":
         given = config.get("dtype") or config.get("torch_dtype")
-        if given is None and embed in files:
+        if given in (None, "auto") and embed in files:
             given = weights.tensor(files, embed).dtype
     found = given if given in DTYPES.values() else DTYPES.get(str(given))
     if found is None:

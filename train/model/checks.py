@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from idlm.errors import UserError, naming
+from idlm.errors import UserError, naming, some_of
 from idlm.masks import RowMeta
 from idlm.text.tokenizer import num_token_ids, special_token_ids
 from idlm.train.distributed.deepspeed import gathered, whole_shape
@@ -269,7 +269,8 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
         with torch.no_grad(), naming("IDLM-0505", alone, fix=FIX):
             own = _own_logits(model, ids_BT)
         if not bool(own.isfinite().all()):
-            why = f"the logits of {name} are not finite"
+            bad = [each for each, one in model.named_parameters() if not bool(one.isfinite().all())]
+            why = f"the logits of {name} are not finite" + f", nor is {some_of(bad)}" * bool(bad)
             raise UserError("IDLM-0505", why, fix="restore the base's weights")
         masked = f"{name} does not run under a prepared attention mask"
         with torch.no_grad(), naming("IDLM-0505", masked, fix=FIX):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from idlm.checkpoint import read_json, refuse_impossible_counts, refuse_unknown_keys, verify
+from idlm.checkpoint import read_json, refuse_impossible_counts, refuse_unknown_keys, verify, warn_of_adapter
 from idlm.errors import UserError, naming, some_of
 from idlm.log import rank
 from idlm.text.tokenizer import check_vocabulary
@@ -88,6 +88,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
     model_class, stored = causal_class(config), base_tensors(directory)
     if rank() == 0:
         verify(directory, required=False)
+        warn_of_adapter(directory)
     register_attention()
     # Before transformers reads it: its errors name no file.
     generation = read_generation_config(directory)

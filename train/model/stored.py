@@ -11,11 +11,11 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from safetensors import safe_open
 
 from idlm.checkpoint import check_file
@@ -58,8 +58,7 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
         if method is None and any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in values):
             method = "bitsandbytes"
         raise _quantised(directory, f"config.json has {method or given[0]}")
-    found = next((name for name in QUANTISED_FILES if (directory / name).is_file()), None)
-    if found is not None:
+    if found := next((name for name in QUANTISED_FILES if (directory / name).is_file()), None):
         raise _quantised(directory, f"it has a {found}")
 
 
@@ -99,22 +98,16 @@ def without_equal_copies(stored: dict[str, Stored], tied: Mapping[str, str]) -> 
     copies = {
         name
         for name, other in tied.items()
-        if name in stored and other in stored and _are_equal(name, stored[name], other, stored[other])
+        if name in stored and other in stored and _are_equal(stored[name], stored[other])
     }
     return {name: one for name, one in stored.items() if name not in copies}
 
 
-def _are_equal(name: str, one: Stored, other_name: str, other: Stored) -> bool:
+def _are_equal(one: Stored, other: Stored, size: int = 1 << 24) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    parts = zip(_rows(name, one), _rows(other_name, other), strict=True)
-    return all(torch.equal(part, other_part) for part, other_part in parts)
-
-
-def _rows(name: str, stored: Stored, size: int = 4096) -> Iterator[torch.Tensor]:
-    with safe_open(str(stored.path), framework="pt") as file:
-        values = file.get_slice(name)
-        yield from (values[start : start + size] for start in range(0, stored.shape[0], size))
+    a, b = (np.memmap(each.path, mode="r", offset=each.start, shape=each.size) for each in (one, other))
+    return all(np.array_equal(a[i : i + size], b[i : i + size]) for i in range(0, one.size, size))
 
 
 def embedding_norm(directory: Path, name: str, row: int) -> float | None:

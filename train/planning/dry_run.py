@@ -103,8 +103,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = (),
             check(config)
     tokenizer: Any = None
     # A missing checkpoint is a problem of the configuration already.
-    path = config.model.path
-    if found.is_sound or (config.model.tokenizer if path is None else (Path(path) / "config.json").is_file()):
+    if found.is_sound or config.model.tokenizer or (Path(config.model.path or "") / "config.json").is_file():
         with found.guarding():
             tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:

@@ -176,6 +176,19 @@ def test_what_is_there_in_place_of_weights_is_named(
     assert all(word in str(caught.value) for word in words)
 
 
+def test_an_adapter_next_to_a_whole_model_is_named(checkpoint: Path) -> None:
+    (checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="the adapter next to the whole model is not applied") as caught:
+        load_model(checkpoint)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("given", [None, "auto", "float64"])
+def test_the_dtype_of_a_config_may_be_that_of_the_weights(checkpoint: Path, given: str | None) -> None:
+    edit_config(checkpoint, dtype=given)
+    assert load_model(checkpoint).dtype == (torch.float64 if given == "float64" else torch.float32)
+
+
 def test_a_link_to_weights_that_are_gone_is_named(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint.parent / "blob")
     (checkpoint / "model.safetensors").symlink_to("../blob")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from idlm.checkpoint import MANIFEST
 from idlm.errors import UserError
 from idlm.text.tokenizer import load_tokenizer, num_token_ids
+from idlm.train.check import check_config
 from idlm.train.config.schema import AdapterConfig, ExportConfig, ModelConfig, TrainConfig
 from idlm.train.model import attention as attention_module
 from idlm.train.model import checks as model_module
@@ -74,6 +75,25 @@ def test_damaged_bases_are_refused_by_name(
     damage(directory)
     error = refused(code, load_base, str(directory), attention="idlm_sdpa", dtype=torch.float32)
     assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("adapter_config.json", "an adapter"), ("a.gguf", "a.gguf .GGUF"), ("training_args.bin", "no config")],
+)
+def test_a_folder_without_a_base_is_named_by_what_it_has(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"{tmp_path} is not a checkpoint directory: it has {words}"):
+        check_config(TrainConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "base"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST))
+    _weights(lambda tensors: tensors[NAME][3].fill_(torch.nan))(directory)
+    model = load_base(str(directory), attention="idlm_sdpa", dtype=torch.float32)
+    with pytest.raises(UserError, match=f"IDLM-0505: the logits of .* are not finite, nor is {NAME}"):
+        check_model(model, attention="idlm_sdpa")
 
 
 def test_a_base_that_cannot_be_built_is_refused_by_the_plan_too(tmp_path: Path) -> None:
