@@ -49,7 +49,7 @@ class Qwen3(Family):
 
 @FAMILIES.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(Family):
-    """`norm_topk_prob` is off where the config has none, as in transformers."""
+    """Without `norm_topk_prob` it is off, without `head_dim` width / heads, both as in transformers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     config_keys: ClassVar[Mapping[str, str]] = {
@@ -62,7 +62,7 @@ class Qwen3Moe(Family):
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         reader = ConfigReader(config)
         reader.require(*cls.required)
-        return dense_spec(reader, qk_norm=True, default_head_dim=128, moe=_experts(reader))
+        return dense_spec(reader, qk_norm=True, moe=_experts(reader))
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
