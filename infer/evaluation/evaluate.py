@@ -26,11 +26,11 @@ from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation import arms
 from idlm.infer.evaluation.config import EvaluateConfig
+from idlm.infer.evaluation.file_tasks import FileTask
 
 if TYPE_CHECKING:
     from idlm.infer.cli.batch import AnswerProgress
     from idlm.infer.engine import Engine
-    from idlm.infer.evaluation.file_tasks import FileTask
     from idlm.tasks import Grade, Task, TaskSample
 
 NUM_SEEDS = 2**63
@@ -255,10 +255,10 @@ def evaluate(
     start = time.perf_counter()
     completions = [done for _, done in AnswerRun(engine, iter(lines), progress=progress)]
     seconds = time.perf_counter() - start
-    prompts = [sample.prompt for sample in samples for _ in range(params.n)]
+    answered = [sample for sample in samples for _ in range(params.n)]
     # Threads, for tasks that check an answer in a process of its own.
     with ThreadPoolExecutor(getattr(task, "num_workers", 1)) as pool:
-        verdicts = list(pool.map(partial(_verdict, task), prompts, completions))
+        verdicts = list(pool.map(partial(_verdict, task), answered, completions))
     errors = [done.error for done in completions if done.error is not None]
     if errors:
         failed = f"{len(errors)} of {len(completions)} answers failed and count as wrong"
@@ -278,8 +278,9 @@ def evaluate(
     )
 
 
-def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Grade:
-    verdict = task.check(prompt, done.text)
+def _verdict(task: Task | FileTask, sample: TaskSample, done: Completion) -> Grade:
+    further = (sample.response,) if isinstance(task, FileTask) else ()
+    verdict = task.check(sample.prompt, done.text, *further)
     if done.error is None:
         return verdict
     return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)

@@ -31,6 +31,7 @@ class FileTask(ABC):
     def __init__(self, records: list[Record]) -> None:
         self.records = records
         self._by_prompt = {self.prompt(record): record for record in records}
+        self._by_answer = {(self.prompt(record), self.reference(record)): record for record in records}
 
     @classmethod
     def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
@@ -64,8 +65,10 @@ class FileTask(ABC):
         record = self.records[index]
         return TaskSample(prompt=self.prompt(record), response=self.reference(record))
 
-    def check(self, prompt: str, response: str) -> Grade:
-        return self.judge(self._by_prompt[prompt], response)
+    def check(self, prompt: str, response: str, reference: str | None = None) -> Grade:
+        """`reference` tells problems with the same question and other answers apart."""
+        record = self._by_prompt[prompt] if reference is None else self._by_answer[prompt, reference]
+        return self.judge(record, response)
 
 
 FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluation.benchmarks")

@@ -68,6 +68,14 @@ def test_math500(tmp_path: Path) -> None:
     assert task.check(task.sample(0, "test").prompt, "\\boxed{0.5}").correct
 
 
+def test_problems_with_the_same_question_have_their_own_answers(tmp_path: Path) -> None:
+    records = [{"problem": "Pick one.", "answer": answer} for answer in ("1", "2")]
+    task = FILE_TASKS.get("math500").load("math500", _file(tmp_path, *records), allow_code=True)
+    for index, is_right in enumerate((True, False)):
+        sample = task.sample(index, "test")
+        assert task.check(sample.prompt, "\\boxed{1}", sample.response).correct == is_right
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that are run, in a sandbox where there is one; else none is."""
