@@ -66,7 +66,7 @@ class FileTask(ABC):
         return TaskSample(prompt=self.prompt(record), response=self.reference(record))
 
     def check(self, prompt: str, response: str, reference: str | None = None) -> Grade:
-        """`reference` tells problems with the same question and other answers apart."""
+        """`reference` is the answer of the one that is meant of several problems with the same question."""
         record = self._by_prompt[prompt] if reference is None else self._by_answer[prompt, reference]
         return self.judge(record, response)
 

@@ -107,6 +107,8 @@ def export(
     does not change. Errors as in `idlm.publish.publish`."""
     weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
+    # Else transformers 4 takes the fields of config.json in its place.
+    model.generation_config._from_model_config = False
     for name in ("bos_token_id", "pad_token_id"):
         setattr(model.generation_config, name, getattr(tokenizer, name, None))
     with publish(target) as staging:

@@ -149,6 +149,8 @@ def test_an_export_has_every_key_that_other_engines_read(tmp_path: Path) -> None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not set(READ_ELSEWHERE) - config.keys()
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    # transformers 4 replaces a generation config that is made of config.json.
+    assert not read_json(tmp_path / "out" / "generation_config.json")["_from_model_config"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
 
 
