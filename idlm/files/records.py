@@ -150,6 +150,8 @@ class TextReader(FileReader, ABC):
                     for number, value, unread in self.values(file):
                         yield Row(file=index, number=number, value=value, unread=unread)
                         self.share_read = (num_before + raw.tell()) / num_bytes
+                except UserError:
+                    raise
                 except UnicodeDecodeError as error:
                     raise file.not_utf8(error) from error
                 except (*DAMAGE, ValueError, RecursionError) as error:

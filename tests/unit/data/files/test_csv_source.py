@@ -117,7 +117,9 @@ def test_what_would_be_read_wrongly_is_refused(
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode("latin-1"))
-    refused(f"(?s){code}.*{message}", read, path, encoder, shape="preference" if "chosen" in text else "auto")
+    refused(
+        rf"(?s)\A{code}.*{message}", read, path, encoder, shape="preference" if "chosen" in text else "auto"
+    )
 
 
 @pytest.mark.parametrize(
