@@ -16,15 +16,14 @@ _QUESTION = re.compile(rf"{_marks('human|user|prompter')}|###[ \t]*Instruction:|
 _ANSWER = re.compile(
     rf"{_marks('assistant|gpt|chatgpt|bot')}|<start_of_turn>model|###[ \t]*Response:|\[/INST\]"
 )
-
-
 _WORDS = ("assistant", "gpt:", "gpt|", "bot:", "bot>", "bot|", "response:", "[/inst]", ">model")
 """Parts of marks of answers. Few texts have one, and looking for them takes a thirtieth of the time."""
 
 
 def is_transcript(text: str) -> bool:
     """Return whether a text has a turn of a user and an answer after it."""
-    lower = text.lower()
+    # A name may be bold.
+    lower = text.lower().replace("*", "")
     if not any(word in lower for word in _WORDS):
         return False
     question = _QUESTION.search(text)

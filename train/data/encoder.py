@@ -37,9 +37,7 @@ SPECIAL = "texts hold those of special tokens, which become those tokens, as at 
 UNKNOWN = "answers have characters that the tokenizer does not have, and teach its unknown token"
 TRANSCRIPT = "texts hold the turns of a chat, of which the words of users are targets too"
 OPENED = "prompts end as those of a chat that is written as text, and are one turn of a user here"
-OTHER_TAGS = (
-    f"answers begin with a thought in other tags than {OPEN}, which is trained as a part of the answer"
-)
+OTHER_TAGS = f"answers begin with a thought in other tags than {OPEN}, which is trained as a part of them"
 LATER_BLOCK = f"answers hold a {OPEN} block after their beginning, which is not removed"
 RESULT = "<tool_response>"
 TAGS_TWICE = "turns of tools hold the tags that the chat template writes around them"
@@ -322,9 +320,10 @@ class Encoder:
             )
         if not sample.num_targets:
             raise _nothing_to_predict(sample.origin, f"{len(sample)} tokens")
-        if self.tokenizer.unk_token_id in sample.token_ids[sample.supervised]:
-            return replace(sample, notes=(*sample.notes, UNKNOWN))
-        return sample
+        unknown = self.tokenizer.unk_token_id
+        # In byte-level vocabularies such as GPT-2's one token is eos and, by name, unknown.
+        is_taught = unknown != self.tokenizer.eos_token_id and unknown in sample.token_ids[sample.supervised]
+        return replace(sample, notes=(*sample.notes, UNKNOWN)) if is_taught else sample
 
 
 def _left_out(piece: TurnText, origin: str) -> UserError:

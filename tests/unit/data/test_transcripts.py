@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from idlm.text.transcripts import is_transcript, opens_answer
-from idlm.train.data.encoder import LATER_BLOCK, OPENED, OTHER_TAGS, SPECIAL, TAGS_TWICE, TRANSCRIPT, Encoder
+from idlm.train.data.encoder import (
+    LATER_BLOCK,
+    OPENED,
+    OTHER_TAGS,
+    SPECIAL,
+    TAGS_TWICE,
+    TRANSCRIPT,
+    UNKNOWN,
+    Encoder,
+)
 from tests.unit.data.template_forms import FORMS, form_tokenizer, tokenizer_with
 from tests.unit.data.test_rendered_turns import QUESTION, answer, sample_of
 
@@ -14,6 +25,7 @@ TRANSCRIPTS = [
     "Below is an instruction.\n\n### Instruction:\na\n\n### Response:\nb",
     "\n\nHuman: a\n\nAssistant: b",
     "**User:** a\n**Assistant:** b",
+    "**User**: a\n**Bot**: b",
     "A chat. USER: a ASSISTANT: b</s>",
     "<s>[INST] a [/INST] b </s>",
     "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>",
@@ -51,6 +63,14 @@ def test_turns_within_a_text_or_a_prompt_are_told() -> None:
         assert encoder.pair(prompt, "b", origin="here").notes == notes
     bare = Encoder(encoder.tokenizer, mask_token_id=None, use_chat_template=False)
     assert bare.pair("\n\nHuman: a\n\nAssistant:", "b", origin="here").notes == ()
+
+
+def test_an_end_that_is_by_name_the_unknown_token_is_not_told() -> None:
+    for unknown, notes in (("<|im_end|>", ()), ("b", (UNKNOWN,))):
+        tokenizer = copy.deepcopy(form_tokenizer("chatml"))
+        tokenizer.unk_token = unknown
+        encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=False)
+        assert encoder.pair("a", "b", origin="here").notes == notes
 
 
 def test_thoughts_that_are_not_read_as_such_are_told() -> None:
