@@ -119,18 +119,18 @@ def applied(tokenizer: Any, template: str, messages: Sequence[Message], **option
     for message in known:
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
-    made = None
-    # Those of DeepSeek join the arguments of a call as text.
-    with contextlib.suppress(TypeError):
+    try:
         made = tokenizer.apply_chat_template(known, **options)
-    calls = [call for message in known for call in message.get("tool_calls") or ()]
-    given = [(call.get("function") or {}).get("arguments") for call in calls]
-    given = [value for value in given if isinstance(value, dict) and value]
-    if made is None or any(isinstance(made, str) and str(value) in made for value in given):
-        joined = tokenizer.apply_chat_template(_with_text_arguments(known), **options)
-        # The template wrote objects as Python does; one that writes JSON would write that of a text.
-        if made is None or all(json.dumps(value, ensure_ascii=False) in joined for value in given):
-            return joined
+    except TypeError:
+        # Those of DeepSeek join the arguments of a call as text.
+        return tokenizer.apply_chat_template(_with_text_arguments(known), **options)
+    calls = [call.get("function") or {} for message in known for call in message.get("tool_calls") or ()]
+    given = [each for call in calls if isinstance(each := call.get("arguments"), dict) and each]
+    if isinstance(made, str) and any(str(value) in made for value in given):
+        # It may write objects as Python does. One that writes JSON then writes that of a text; others fail.
+        with contextlib.suppress(Exception):
+            joined = tokenizer.apply_chat_template(_with_text_arguments(known), **options)
+            made = joined if all(json.dumps(each, ensure_ascii=False) in joined for each in given) else made
     return made
 
 

@@ -191,8 +191,13 @@ def test_a_template_that_joins_arguments_as_text_gets_them_as_json() -> None:
         sample = sample_of(tokenizer, [QUESTION, answer(tool_calls=[CALL])])
         assert parts(tokenizer, sample)[1] == ['zone{"city": "Rome"}' + END]
     asked = {"role": "user", "content": "What is {'city': 'Rome'}?"}
-    sample = sample_of(form_tokenizer("calls"), [asked, answer(tool_calls=[CALL])])
-    assert '"arguments": {"city": "Rome"}' in parts(tokenizer, sample)[1][0]
+    items = "call.function.name ~ (call.function.arguments.items() | list | tojson)"
+    for form, written in (
+        (FORMS["calls"], '"arguments": {"city": "Rome"}'),
+        (FORMS["calls"].replace("call.function | tojson", items), '[["city", "Rome"]]'),
+    ):
+        sample = sample_of(tokenizer_with(form), [asked, answer(tool_calls=[CALL])])
+        assert written in parts(tokenizer, sample)[1][0]
 
 
 def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone() -> None:
