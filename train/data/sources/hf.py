@@ -83,12 +83,12 @@ def _load(
     load = functools.partial(datasets.load_dataset_builder, name, config.subset)
     builder = load(**options)
     data_files, left_out = _data_files(path.resolve(), builder.config.data_files if path.is_dir() else None)
-    if left_out:
-        options |= {"data_files": data_files}
+    options |= {"data_files": data_files} if left_out else {}
     if is_table := hasattr(builder.config, "keep_default_na"):
         # pandas would read words such as null as missing values.
         options |= {"keep_default_na": False, "na_values": [""]}
-    builder = load(**options)
+    if left_out or is_table:
+        builder = load(**options)
     builder.download_and_prepare()
     texts = datasets.Features(dict.fromkeys(builder.info.features, datasets.Value("string")))
     if is_table and texts != builder.info.features:
