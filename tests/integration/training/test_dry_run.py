@@ -36,7 +36,7 @@ def test_a_dry_run_needs_no_weights_but_misses_them(
     given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)
     assert cli.main(given) == 2
     printed = capsys.readouterr()
-    assert "has no weights" in printed.err and "1 problem" in printed.err
+    assert "has neither model.safetensors" in printed.err and "1 problem" in printed.err
     for part in ("first spare row", "[[|", "stride 3", "4 x H200", "GPUS=4", "one_node.sh"):
         assert part in printed.out
     lines = printed.out.splitlines()
@@ -142,7 +142,7 @@ def test_a_dry_run_lists_all_problems_at_once(
     for part in (
         "4 problems",
         "train.warmup=2",
-        "has no weights",
+        "has neither model.safetensors",
         "lower train.save_total_limit",
         "a H200 has",
     ):
