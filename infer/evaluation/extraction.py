@@ -15,6 +15,7 @@ from contextlib import suppress
 from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(-?(?:\d\w*(?:[.,/]\d\w*)*|[A-Za-z]\b))")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, and what is escaped, such as the brace of a set."""
 _SPACES = r"(?:\s|\$|\\[()\[\],;]|\\q?quad)*+"
@@ -46,9 +47,9 @@ def strip_thinking(text: str) -> str:
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` after the thinking that is not empty, braces
     balanced, or None. Boxes that a comma, `and` or `or` connects are one answer, as to math-verify."""
-    text = re.sub(r"\\(?:boxed|fbox)\s*(-?\w+)", r"\\boxed{\1}", strip_thinking(text))
-    contents: list[str] = []
-    last = len(text)
+    # A word after it is no answer: sentences about boxes have one.
+    text = BARE_BOX.sub(r"\\boxed{\1}", strip_thinking(text))
+    contents, last = list[str](), len(text)
     for begin in reversed([*BOXED.finditer(text)]):
         end = _closing_brace(text, begin.end())
         if end is None or not (content := text[begin.end() : end].strip()):
@@ -197,11 +198,8 @@ def _bound(node: ast.stmt) -> list[str]:
         case ast.Import() | ast.ImportFrom():
             return [each.asname or each.name.partition(".")[0] for each in node.names]
         case ast.Assign() | ast.AnnAssign():
-            return [
-                each.id
-                for each in ast.walk(node)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            ]
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            return [each.id for each in names if isinstance(each.ctx, ast.Store)]
     return []
 
 
