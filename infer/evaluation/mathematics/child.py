@@ -225,10 +225,10 @@ def digits(answer: str) -> str:
 
 
 def words(answer: str) -> str:
-    """An answer, in small letters but those that stand alone, without commands of style, dollars, full stops,
-    and spaces but those between digits."""
+    """An answer, in small letters but commands and letters that stand alone, without commands of style,
+    dollars, full stops, and spaces but those between digits."""
     plain = SPACE.sub(" ", STYLE.sub(r"\1", answer)).translate(DASHES)
-    plain = re.sub("[A-Za-z]{2,}", lambda word: word[0].lower(), plain)
+    plain = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}", lambda word: word[0].lower(), plain)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\?\$|\.(?!\s*\d)", "", re.sub(r"\{(.)\}", r"\1", plain))
 
 

@@ -249,6 +249,7 @@ OTHER = [
     ("e", "(E)"),
     ("E", "e"),
     ("k", "K"),
+    (r"\Gamma", r"\gamma"),
     ("AB", "BA"),
     (r"\angle ABC", r"\angle ACB"),
     (r"\{x:y\}", "y"),
