@@ -102,8 +102,7 @@ class Tool(Body):
             raise FieldError(location.removesuffix("."), NOT_JSON)
         kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
-            rule = f"arguments are an object, not of type {kind!r}"
-            raise FieldError(f"{location}function.parameters", rule)
+            raise FieldError(f"{location}function.parameters", f"they are an object, not of type {kind!r}")
 
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
@@ -311,8 +310,7 @@ class ChatRequest(SamplingFields):
             return [*given, ("tools", "grammar", text)]
         [(field, kind, value)] = given
         if kind == "grammar":
-            rule = "not with tools; set tool_choice=none, or give a schema, regex or choice"
-            raise FieldError(field, rule)
+            raise FieldError(field, "not with tools; set tool_choice=none, or give a schema, regex or choice")
         answer = answer_rules(Constraint(kind=kind, text=value))
         return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]
 
@@ -358,6 +356,7 @@ class CompletionRequest(SamplingFields):
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
     max_tokens: Annotated[int, WHOLE, Field(ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: NumLogprobs | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
@@ -377,5 +376,6 @@ class CompletionRequest(SamplingFields):
     def check(self, location: str = "") -> None:
         super().check(location)
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            rule = "0 needs echo=true or prompt_logprobs, else the answer is empty"
-            raise FieldError("max_tokens", rule)
+            raise FieldError("max_tokens", "0 needs echo=true or prompt_logprobs, else the answer is empty")
+        if self.add_special_tokens is False and isinstance(self.prompts[0], str):
+            raise FieldError("add_special_tokens", "a text gets them; give token ids, as of POST /tokenize")

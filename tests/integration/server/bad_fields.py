@@ -34,6 +34,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
     (COMPLETIONS, {"prompt": "a", "model": "another"}, "model"),
     (COMPLETIONS, {"prompt": "a", "token_ids": [5]}, "token_ids"),
+    (COMPLETIONS, {"prompt": ["a"], "add_special_tokens": False}, "add_special_tokens"),
+    (CHAT, {**VALID[CHAT], "add_special_tokens": True}, "add_special_tokens"),
     (CHAT, {**VALID[CHAT], "type": "text"}, "type"),
     (COMPLETIONS, {"prompt": "a", "frequency_penalty": 2.5}, "frequency_penalty"),
     (COMPLETIONS, {"prompt": "a", "presence_penalty": -2.5}, "presence_penalty"),

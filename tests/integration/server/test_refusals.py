@@ -114,6 +114,19 @@ def test_a_refusal_names_the_field_and_the_rule(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        (COMPLETIONS, {"prompt": "a", "add_special_tokens": True}),
+        (COMPLETIONS, {"prompt": [5], "add_special_tokens": False}),
+        (CHAT, {**VALID[CHAT], "add_special_tokens": False}),
+    ],
+)
+def test_special_tokens_are_those_of_the_endpoint(server: Running, path: str, body: dict[str, Any]) -> None:
+    response = server.client.post(path, content=json.dumps(body), headers=JSON)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
         (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}),
         (COMPLETIONS, {"prompt": [3] * 48}),
         (COMPLETIONS, {"prompt": ["a", "nut " * 60], "stream": True}),
