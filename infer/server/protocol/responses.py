@@ -199,7 +199,7 @@ class ResponseRequest(SamplingFields):
 
     def recall(self, store: ResponseStore) -> None:
         """Let the items of the previous response precede those of `input`, and put items of stored answers in
-        place of references. Raises ApiError for what is not stored."""
+        place of references, each once, for its text may be long. Raises ApiError for what is not stored."""
         if self.previous_response_id is not None:
             before = store.previous(self.previous_response_id).conversation()
             self._context = [Item.model_validate(item) for item in before]
@@ -209,9 +209,9 @@ class ResponseRequest(SamplingFields):
         found = store.items(referred.values())
         for at, name in referred.items():
             if name not in found:
-                rule = f"no item {name[:80]!r} of an answer is stored; give the item itself"
+                rule = f"no item {name[:80]!r} of an answer is stored, or it was named before; give it itself"
                 raise FieldError(f"input.{at}.id", rule, code="item_not_found")
-            self.input[at] = Item.model_validate(found[name])
+            self.input[at] = Item.model_validate(found.pop(name))
 
     def items(self) -> list[Item]:
         """All items of the conversation, without instructions."""

@@ -164,6 +164,8 @@ def test_the_client_reads_a_stream_and_goes_on_with_results(client: OpenAI, serv
         with pytest.raises(BadRequestError) as wrong:
             client.responses.create(input=[sent[0], {"type": "item_reference", "id": name}], **settings)
         assert (wrong.value.code, wrong.value.param) == ("item_not_found", "input.1.id")
+    with pytest.raises(BadRequestError, match=r"input\.1\.id: .* named before"):
+        client.responses.create(input=[references[0], references[0]], **settings)
     items = client.responses.input_items.list(stored.id, order="asc", limit=2)
     assert [item.type for item in items] == [item.get("type", "message") for item in sent]
     page = server.client.get(f"{PATH}/{stored.id}/input_items").json()
