@@ -89,12 +89,12 @@ def _load(
         options |= {"keep_default_na": False, "na_values": [""]}
     if left_out or is_table:
         builder = load(**options)
-    builder.download_and_prepare()
-    texts = datasets.Features(dict.fromkeys(builder.info.features, datasets.Value("string")))
-    if is_table and texts != builder.info.features:
+    if is_table:
         # pandas would read texts such as 007 and True as numbers and truth values.
-        builder = load(**options, features=texts)
-        builder.download_and_prepare()
+        first: Any = next((row for rows in builder.as_streaming_dataset().values() for row in rows), {})
+        texts = datasets.Features(dict.fromkeys(first, datasets.Value("string")))
+        builder = load(**options, features=texts or None)
+    builder.download_and_prepare()
     # It may be parts of several, such as train[:1000]+test.
     if {part.partition("[")[0] for part in split.split("+")} <= {*builder.info.splits, "all"}:
         return datasets.DatasetDict({split: builder.as_dataset(split=split)}), data_files, left_out

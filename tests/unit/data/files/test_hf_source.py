@@ -57,9 +57,10 @@ def test_numbers_and_truth_values_of_a_table_are_its_texts(tmp_path: Path, encod
     path = tmp_path / "folder" / "train.csv"
     path.parent.mkdir()
     path.write_text("question,answer,label,enable_thinking\n1,007,1,true\n2,1.50,,\n3,True,1,false\n")
+    path.with_name("test.csv").write_text("question,answer,label,enable_thinking\nwords,b,1,true\n")
     found = contents(read(config_of(path.parent, source="hf"), encoder))
     assert found == contents(read(config_of(path, source="csv"), encoder))
-    path.write_text("question,answer,label\na,1,0\n")
+    path.write_text("question,answer,label,enable_thinking\na,1,0,\n")
     with pytest.raises(UserError, match="IDLM-0202.*label=0"):
         read(config_of(path.parent, source="hf"), encoder)
 
