@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from idlm.kernels import backend
+from idlm.kernels.draft_walk import top_candidates
 from idlm.kernels.sampling import Tuning
 from tests.kernels.cases.draft_walk import Case
 from tests.kernels.references.draft_walk import candidates_reference, walk_reference
@@ -35,3 +36,11 @@ def test_walks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(drafts_ZJ, expected_ZJ)
     torch.testing.assert_close(q_ZJV, expected_ZJV, atol=2e-6, rtol=0)
     case.check_draws(store, q_ZJV)
+
+
+def test_zeros_of_both_signs_are_equal_and_nan_comes_last() -> None:
+    logits_XV = torch.zeros(1, 20)
+    logits_XV[0, ::2] = -0.0
+    logits_XV[0, 1] = float("nan")
+    found = top_candidates(logits_XV, torch.zeros(1, dtype=torch.int64), 16)
+    assert found.ids_MK[0].tolist() == [0, *range(2, 17)]
