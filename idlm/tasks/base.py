@@ -143,6 +143,10 @@ class Task(ABC, Generic[Problem]):
             if split_of_skeleton(self.canonical_prompt(problem)) == split:
                 return self.write(problem, rng.random)
 
+    def grade(self, sample: TaskSample, response: str) -> Grade:
+        """The verdict of `check` on an answer to a sample's prompt."""
+        return self.check(sample.prompt, response)
+
     @abstractmethod
     def draw(self, rng: Random) -> Problem:
         """Draw a problem's structure, without words."""

@@ -26,11 +26,11 @@ from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation import arms
 from idlm.infer.evaluation.config import EvaluateConfig
-from idlm.infer.evaluation.file_tasks import FileTask
 
 if TYPE_CHECKING:
     from idlm.infer.cli.batch import AnswerProgress
     from idlm.infer.engine import Engine
+    from idlm.infer.evaluation.file_tasks import FileTask
     from idlm.tasks import Grade, Task, TaskSample
 
 NUM_SEEDS = 2**63
@@ -279,8 +279,7 @@ def evaluate(
 
 
 def _verdict(task: Task | FileTask, sample: TaskSample, done: Completion) -> Grade:
-    further = (sample.response,) if isinstance(task, FileTask) else ()
-    verdict = task.check(sample.prompt, done.text, *further)
+    verdict = task.grade(sample, done.text)
     if done.error is None:
         return verdict
     return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)

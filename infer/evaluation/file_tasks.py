@@ -30,8 +30,8 @@ class FileTask(ABC):
 
     def __init__(self, records: list[Record]) -> None:
         self.records = records
-        self._by_prompt = {self.prompt(record): record for record in records}
-        self._by_answer = {(self.prompt(record), self.reference(record)): record for record in records}
+        self._samples = [TaskSample(prompt=self.prompt(one), response=self.reference(one)) for one in records]
+        self._record_of = dict(zip(self._samples, records, strict=True))
 
     @classmethod
     def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
@@ -62,13 +62,11 @@ class FileTask(ABC):
         pass
 
     def sample(self, index: int, split: str) -> TaskSample:
-        record = self.records[index]
-        return TaskSample(prompt=self.prompt(record), response=self.reference(record))
+        return self._samples[index]
 
-    def check(self, prompt: str, response: str, reference: str | None = None) -> Grade:
-        """`reference` is the answer of the one that is meant of several problems with the same question."""
-        record = self._by_prompt[prompt] if reference is None else self._by_answer[prompt, reference]
-        return self.judge(record, response)
+    def grade(self, sample: TaskSample, response: str) -> Grade:
+        """Problems with the same question may have other answers."""
+        return self.judge(self._record_of[sample], response)
 
 
 FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluation.benchmarks")

@@ -57,15 +57,15 @@ def test_gsm8k(tmp_path: Path) -> None:
     sample = task.sample(0, "test")
     assert sample.prompt.startswith("Two and two?\n") and "\\boxed{}" in sample.prompt
     assert sample.response == "1,004"
-    assert task.check(sample.prompt, "<think>\\boxed{3}</think>It is \\boxed{1004}.").correct
-    wrong = task.check(sample.prompt, "\\boxed{5}")
+    assert task.grade(sample, "<think>\\boxed{3}</think>It is \\boxed{1004}.").correct
+    wrong = task.grade(sample, "\\boxed{5}")
     assert not wrong.correct and not wrong.final_answer_correct and "'5'" in wrong.reason
-    assert "no \\boxed{}" in task.check(sample.prompt, "1004").reason
+    assert "no \\boxed{}" in task.grade(sample, "1004").reason
 
 
 def test_math500(tmp_path: Path) -> None:
     task = _task(tmp_path, "math500", {"problem": "Half?", "answer": "\\frac{1}{2}", "level": 1})
-    assert task.check(task.sample(0, "test").prompt, "\\boxed{0.5}").correct
+    assert task.grade(task.sample(0, "test"), "\\boxed{0.5}").correct
 
 
 def test_problems_with_the_same_question_have_their_own_answers(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_problems_with_the_same_question_have_their_own_answers(tmp_path: Path) 
     task = FILE_TASKS.get("math500").load("math500", _file(tmp_path, *records), allow_code=True)
     for index, is_right in enumerate((True, False)):
         sample = task.sample(index, "test")
-        assert task.check(sample.prompt, "\\boxed{1}", sample.response).correct == is_right
+        assert task.grade(sample, "\\boxed{1}").correct == is_right
 
 
 @pytest.fixture
@@ -97,24 +97,24 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 def test_humaneval(tmp_path: Path, ran: list[Program]) -> None:
     task = _task(tmp_path, "humaneval", HUMANEVAL)
-    prompt = task.sample(0, "test").prompt
-    assert task.check(prompt, _answer(task.sample(0, "test").response)).correct
-    assert task.check(prompt, _answer("def near(x):\n    return floor(x)")).correct
+    sample = task.sample(0, "test")
+    assert task.grade(sample, _answer(sample.response)).correct
+    assert task.grade(sample, _answer("def near(x):\n    return floor(x)")).correct
     future = "from __future__ import annotations\n\ndef near(x: Later) -> int:\n    return floor(x)"
-    assert task.check(prompt, _answer(future)).correct
-    assert "AssertionError" in task.check(prompt, _answer("def near(x):\n    return 7")).reason
-    assert task.check(prompt, "def near(x): return floor(x)").correct
-    assert "no Python code block" in task.check(prompt, "Round the number down.").reason
+    assert task.grade(sample, _answer(future)).correct
+    assert "AssertionError" in task.grade(sample, _answer("def near(x):\n    return 7")).reason
+    assert task.grade(sample, "def near(x): return floor(x)").correct
+    assert "no Python code block" in task.grade(sample, "Round the number down.").reason
     assert len(ran) == 1 + 5
 
 
 def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
     task = _task(tmp_path, "mbpp", MBPP)
-    prompt = task.sample(0, "test").prompt
-    assert "assert sum([2])" in prompt
-    assert task.check(prompt, _answer(MBPP["code"])).correct
+    sample = task.sample(0, "test")
+    assert "assert sum([2])" in sample.prompt
+    assert task.grade(sample, _answer(MBPP["code"])).correct
     forged = "set = max = lambda *_: 7\ndef sum(a):\n    return 7"
-    assert not task.check(prompt, _answer(forged)).correct
+    assert not task.grade(sample, _answer(forged)).correct
     older = {**MBPP, "text": MBPP["prompt"], "test_setup_code": "import math"}
     del older["prompt"], older["test_imports"]
     other = _task(tmp_path, "mbpp", older)
