@@ -106,9 +106,10 @@ def run_backward(
     """Gradients of query, key and value, all contiguous as [B, T, heads, H].
 
     Where there are more keys than queries (`visibility(..., num_queries=...)`), those after the last query
-    get the gradient zero."""
+    get the gradient zero, and B is 1."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]
+    assert batch == 1 or num_keys == num_rows, f"{batch=} {num_keys=} {num_rows=}"
     whole_key, whole_value, key, value = key, value, key[:, :, :num_rows], value[:, :, :num_rows]
     group = num_heads // key.shape[1]
     on_hopper, launch = takes_hopper_kernel(query), backward_launch(query, whole_key)
@@ -133,21 +134,25 @@ def run_backward(
         BLOCK_T=PREPARE_ROWS,
         BLOCK_H=padded_head(head_dim),
     )
-    parts_dtype = key.dtype if parts == 1 else torch.float32
-    parts_shape = (parts, batch, num_rows, key.shape[1], head_dim)
-    dk, dv = (key.new_empty(parts_shape, dtype=parts_dtype) for _ in "kv")
+    dkey, dvalue = (key.new_empty(batch, num_keys, key.shape[1], head_dim) for _ in "kv")
+    sums = [gradient[:, :num_rows] for gradient in (dkey, dvalue)]
+    dk, dv = (
+        (sum_BTKH if parts == 1 else key.new_empty(parts, *sum_BTKH.shape, dtype=torch.float32))
+        for sum_BTKH in sums
+    )
     inputs = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2))
     _run_walk(launch, parts, inputs, dq_sums, (dk, dv), (lse, delta), see, scale, on_hopper=on_hopper)
-    if parts == 1:
-        dkey, dvalue = dk[0], dv[0]
-    else:
-        dkey, dvalue = _finished(dk, key.dtype), _finished(dv, value.dtype)
+    if parts > 1:
+        for part_sums, sum_BTKH in zip((dk, dv), sums, strict=True):
+            _finish(part_sums, sum_BTKH)
+    dq = torch.empty_like(output)
     if num_keys == num_rows:
-        return _finished(dq_sum.view(1, *output.shape), query.dtype, scale), dkey, dvalue
+        _finish(dq_sum.view(1, *output.shape), dq, scale)
+        return dq, dkey, dvalue
+    dkey[:, num_rows:], dvalue[:, num_rows:] = 0, 0
     inputs = (inputs[0], addressable(whole_key), addressable(whole_value), inputs[3])
-    dq = _run_queries(inputs, dq_sum, (lse, delta), see, scale)
-    more = (0, 0, 0, 0, 0, num_keys - num_rows)
-    return dq, torch.nn.functional.pad(dkey, more), torch.nn.functional.pad(dvalue, more)
+    _run_queries(inputs, dq_sum, (lse, delta), see, scale, dq)
+    return dq, dkey, dvalue
 
 
 def forward_launch(query: torch.Tensor) -> SplitLaunch:
@@ -237,13 +242,13 @@ def _run_queries(
     statistics: tuple[torch.Tensor, torch.Tensor],
     see: Visibility,
     scale: float,
-) -> torch.Tensor:
-    """dq [B, T, N, H] from the keys across and the sums of the own half. Arguments as of `_run_walk`."""
+    dq: torch.Tensor,
+) -> None:
+    """Fill dq [B, T, N, H] from the keys across and the sums of the own half. Arguments as of `_run_walk`."""
     query, key = inputs[:2]
-    batch, num_heads, num_rows, head_dim = query.shape
+    num_heads, num_rows, head_dim = query.shape[1:]
     launch = queries_launch(query)
     block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
-    dq = query.new_empty(batch, num_rows, num_heads, head_dim)
     tile_rows = (launch.rows, launch.walk, launch.walk, launch.rows, launch.rows)
     query_gradient_kernel[(see.query_order.numel() * splits * num_heads,)](
         *(_descriptor(x, r, block_h) for x, r in zip((*inputs, dq.transpose(1, 2)), tile_rows, strict=True)),
@@ -260,15 +265,12 @@ def _run_queries(
         STAGES=launch.stages,
         num_warps=launch.warps,
     )
-    return dq
 
 
-def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """The sum over the first axis, scaled, in `dtype`."""
-    total = torch.empty(parts.shape[1:], device=parts.device, dtype=dtype)
+def _finish(parts: torch.Tensor, total: torch.Tensor, scale: float = 1.0) -> None:
+    """Fill `total`, contiguous, with the sum of `parts` over the first axis, scaled."""
     grid = (triton.cdiv(total.numel(), FINISH_BLOCK),)
     finish_kernel[grid](parts, total, total.numel(), scale, PARTS=parts.shape[0], BLOCK=FINISH_BLOCK)
-    return total
 
 
 def takes_hopper_kernel(query: torch.Tensor) -> bool:

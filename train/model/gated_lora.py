@@ -12,6 +12,7 @@ width."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,23 +59,72 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., D] to [..., E]: all rows by the base if the gate is closed, all adapted if it is open."""
-        base = functional.linear(x, self.weight, self.bias)
         if not self.gate.is_open:
-            return base
-        return self.adapted(base, self.reduced(x, self.lora_A))
+            return functional.linear(x, self.weight, self.bias)
+        return self.of_reduced(x, self.reduced(x, self.lora_A))
+
+    def of_reduced(self, x: Tensor, low: Tensor) -> Tensor:
+        return adapted(x, self.weight, self.bias, low, [self.lora_B], self.scaling)
 
     def reduced(self, x: Tensor, a_rD: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return functional.linear(x, a_rD)
         return functional.linear(x.to(a_rD.dtype), a_rD)
 
-    def adapted(self, base: Tensor, low: Tensor) -> Tensor:
-        """`base` [..., E] with the update of `low` [..., r]."""
-        if torch.is_autocast_enabled(base.device.type) or base.dtype == low.dtype:
-            low_Mr = low.flatten(0, -2)
-            out_ME = torch.addmm(base.flatten(0, -2), low_Mr, self.lora_B.t(), alpha=self.scaling)
-            return out_ME.view(base.shape)
-        return base + (functional.linear(low, self.lora_B) * self.scaling).to(base.dtype)
+
+def adapted(
+    x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, low: Tensor, parts: list[Tensor], scaling: float
+) -> Tensor:
+    """`x` [..., D] by the base, [..., E], with the update of `low` [..., r]. `parts` [E, r]: the B of layers
+    whose weights stand one below the other in `weight_ED`, and whose `low` stand one after the other."""
+    dtype = low.dtype
+    if torch.is_autocast_enabled(x.device.type) or x.dtype == dtype:
+        bias_E = None if bias_E is None else bias_E.to(dtype)
+        parts = [b_Er.to(dtype) for b_Er in parts]
+        return _adapted(x.to(dtype), weight_ED.to(dtype), bias_E, low, parts, scaling)
+    base, lows = functional.linear(x, weight_ED, bias_E), low.split([b.shape[1] for b in parts], dim=-1)
+    updates = [functional.linear(*both) * scaling for both in zip(lows, parts, strict=True)]
+    return base + torch.cat(updates, dim=-1).to(base.dtype)
+
+
+@torch.library.custom_op("idlm::adapted_linear", mutates_args=())
+def _adapted(
+    x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, low: Tensor, parts: Sequence[Tensor], scaling: float
+) -> Tensor:
+    """`adapted` in one dtype, as one operator: the update is added in place, where `torch.addmm` in a
+    compiled layer would copy all outputs of the base first."""
+    out = functional.linear(x, weight_ED, bias_E)
+    for out_ME, low_Mr, b_Er in _by_part(out, low, parts):
+        out_ME.addmm_(low_Mr, b_Er.t(), alpha=scaling)
+    return out
+
+
+def _by_part(out: Tensor, low: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    sizes, ranks = zip(*(b_Er.shape for b_Er in parts), strict=True)
+    outs, lows = out.flatten(0, -2).split(sizes, dim=-1), low.flatten(0, -2).split(ranks, dim=-1)
+    return zip(outs, lows, parts, strict=True)
+
+
+@_adapted.register_fake
+def _adapted_shape(x: Tensor, weight_ED: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_ED.shape[0])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight_ED, _, low, parts, ctx.scaling = inputs
+    ctx.save_for_backward(weight_ED, low, *parts)
+
+
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    """Of `x`, `low` and B; the base is frozen."""
+    weight_ED, low, *parts = ctx.saved_tensors
+    by_part = list(_by_part(dout, low, parts))
+    dlow_MR = torch.cat([dout_ME @ b_Er for dout_ME, _, b_Er in by_part], dim=-1) * ctx.scaling
+    dparts = [dout_ME.t() @ low_Mr * ctx.scaling for dout_ME, low_Mr, _ in by_part]
+    return dout @ weight_ED, None, None, dlow_MR.view(low.shape), dparts, None
+
+
+torch.library.register_autograd("idlm::adapted_linear", _gradients, setup_context=_save_for_backward)
 
 
 class GatedEmbedding(nn.Embedding):

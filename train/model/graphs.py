@@ -11,8 +11,9 @@ Linear layers that read the same input, gate and up, are one product. The first 
 multiplies by the weights of all, one below the other, and the others take their parts. Weights stay where
 they are, under their names: to put them together costs little compared with a product with the rows of a
 micro-batch. The gradient of the input becomes one product too, summed in float32, where parts would be
-rounded and added. Not queries, keys and values: the values of the backward pass would hold the whole
-product, and to write three gradients side by side took longer on an H100 than three products."""
+rounded and added. Of queries, keys and values the products with A alone are one: the values of the backward
+pass would hold the whole product, and to write three gradients side by side took longer on an H100 than three
+products."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from idlm.devices import free_cached_memory
 from idlm.train.model.attention import SEEN, forget_clean_keys
-from idlm.train.model.gated_lora import AdaptedLinear, GatedEmbedding, gate_of
+from idlm.train.model.gated_lora import AdaptedLinear, GatedEmbedding, adapted, gate_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -286,16 +287,17 @@ def is_short(layer_weights: float, *, num_rows: float, is_gated: bool) -> bool:
     return layer_weights * num_rows / (2 if is_gated else 1) < SHORT_LAYER
 
 
-GROUPS = (("gate_proj", "up_proj"),)
+GROUPS = {("gate_proj", "up_proj"): True, ("q_proj", "k_proj", "v_proj"): False}
+"""Layers of one input, and whether they are one product; of the others the products with A alone are one."""
 
 
 class SharedInput:
     """Computes `layers`, all plain or all adapted, each with a bias or none of them."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
+    def __init__(self, layers: list[Any], *, is_one_product: bool) -> None:
+        self.layers, self.is_one_product = layers, is_one_product
         self.x: Tensor | None = None
-        self.parts: list[Tensor] = []
+        self.parts: Sequence[Tensor] = []
         self.num_left = 0
 
     def output(self, x: Tensor, index: int) -> Tensor:
@@ -308,17 +310,22 @@ class SharedInput:
             self.x, self.parts = None, []
         return part
 
-    def _outputs(self, x: Tensor) -> list[Tensor]:
+    def _outputs(self, x: Tensor) -> Sequence[Tensor]:
         layers = self.layers
+        sizes = [layer.out_features for layer in layers]
+        is_adapted = isinstance(layers[0], AdaptedLinear) and layers[0].gate.is_open
+        low = layers[0].reduced(x, torch.cat([layer.lora_A for layer in layers])) if is_adapted else None
+        if not self.is_one_product:
+            if low is None:
+                return [functional.linear(x, layer.weight, layer.bias) for layer in layers]
+            lows = low.split([len(layer.lora_A) for layer in layers], dim=-1)
+            return [layer.of_reduced(x, part) for layer, part in zip(layers, lows, strict=True)]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        together = functional.linear(x, torch.cat([layer.weight for layer in layers]), bias)
-        bases = together.split([layer.out_features for layer in layers], dim=-1)
-        if not isinstance(layers[0], AdaptedLinear) or not layers[0].gate.is_open:
-            return list(bases)
-        low = layers[0].reduced(x, torch.cat([layer.lora_A for layer in layers]))
-        lows = low.split([len(layer.lora_A) for layer in layers], dim=-1)
-        return [layer.adapted(*both) for layer, *both in zip(layers, bases, lows, strict=True)]
+        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+        if low is None:
+            return functional.linear(x, weight, bias).split(sizes, dim=-1)
+        parts = [layer.lora_B for layer in layers]
+        return adapted(x, weight, bias, low, parts, layers[0].scaling).split(sizes, dim=-1)
 
 
 class SharedLinear(nn.Linear):
@@ -347,14 +354,17 @@ CLASSES: dict[type, type] = {nn.Linear: SharedLinear, AdaptedLinear: SharedAdapt
 def share_inputs(layers: nn.ModuleList) -> int:
     """Compute layers of one input together in all decoder `layers`; returns how many groups there are.
     Weights must be whole: not under ZeRO-3."""
-    num_groups, group = 0, list[Any]()
+    num_groups = 0
     for parent in layers.modules():
-        for group in ([getattr(parent, name, None) for name in names] for names in GROUPS):
+        for names, is_one_product in GROUPS.items():
+            group: list[Any] = [getattr(parent, name, None) for name in names]
             if not all(type(one) in CLASSES for one in group):
+                continue
+            if not is_one_product and type(group[0]) is nn.Linear:
                 continue
             if len({(type(one), one.in_features, one.bias is None) for one in group}) > 1:
                 continue
-            shared = SharedInput(group)
+            shared = SharedInput(group, is_one_product=is_one_product)
             for index, layer in enumerate(group):
                 layer.__class__ = CLASSES[type(layer)]
                 layer.shared, layer.index = shared, index
