@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,9 +15,6 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -25,7 +22,6 @@ from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_c
 
 DEVICE = 62
 """A number that no GPU has, so that what is noted for it is used by nothing else."""
-HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,44 +36,18 @@ class Compiled:
     """What ptxas printed, warnings among it."""
 
 
-def compile_for_hopper(
-    kernel: Any, types: Mapping[str, Any], constants: Mapping[str, Any], *, sm: int = 90, **options: Any
-) -> Compiled:
-    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ..., tuples of them, None for
-    what is absent), all divisible by 16; `sm`: the target's compute capability."""
-    signature: dict[str, Any] = {}
-    values, divisible = dict[tuple[int, ...], Any](), dict[tuple[int, ...], Any]()
-
-    def typed(kind: Any, path: tuple[int, ...]) -> Any:
-        if isinstance(kind, tuple):
-            return tuple(typed(each, (*path, number)) for number, each in enumerate(kind))
-        if kind is None:
-            values[path] = None
-        elif kind != "fp32" and not kind.startswith("tensordesc"):
-            divisible[path] = [["tt.divisibility", 16]]
-        return "constexpr" if kind is None else kind
-
-    for number, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[number,] = "constexpr", constants[name]
-        else:
-            signature[name] = typed(types[name], (number,))
-    make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = make_source(kernel, signature, constexprs=values, attrs=divisible)
-    with _logging():
-        return _described(compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options))
-
-
-def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
-    """What `run`, which calls ops with tensors on the meta device, launches on a Hopper: the names of kernels
-    and their variants, compiled for the arguments of the launch."""
+def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[str, Compiled]]:
+    """What `run`, which calls ops with tensors on the meta device, launches on a Hopper, or a GPU of another
+    compute capability `sm`: the names of kernels and their variants, compiled for the arguments of the
+    launch."""
     found, kernels, launch = dict[Any, str](), set[Any](), JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernels.add(self)
         found[launch(self, *arguments, grid=grid, warmup=True, **options)] = self.fn.__name__
 
-    names = {"get_current_target": HOPPER, "get_current_device": DEVICE, "get_current_stream": 0}
+    target = GPUTarget("cuda", sm, 32)
+    names = {"get_current_target": target, "get_current_device": DEVICE, "get_current_stream": 0}
     stub = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in names.items()})
     properties = SimpleNamespace(multi_processor_count=132)
     caches = (has_pdl, has_gluon, num_multiprocessors)
@@ -87,7 +57,7 @@ def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
         with (
             patch.object(driver, "_active", stub),
             patch.object(JITFunction, "run", compile_only),
-            patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(sm, 10)),
             patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
             only_compiled(),
             _logging(),

@@ -14,7 +14,7 @@ import torch
 
 from idlm.kernels.split_attention import split_attention_ranges
 from idlm.kernels.split_attention.op import visible
-from idlm.kernels.split_attention.visibility import TILE_ROWS
+from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention, flex_block_mask, flex_predicate
 from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta, row_meta_of_one
@@ -152,70 +152,32 @@ def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> No
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "group", "head_dim"),
-    [("HOPPER_PAIRS", 2, 128), ("NARROW_BACKWARD", 3, 64)],
+    ("num_heads", "num_kv_heads", "head_dim", "sm", "programs"),
+    [(8, 4, 128, 90, 1), (12, 4, 64, 90, 2), (8, 2, 64, 80, 2), (8, 2, 256, 90, 1)],
 )
-def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int, head_dim: int) -> None:
-    """Gluon is experimental, so every version of Triton must compile the kernel."""
-    gluon = pytest.importorskip("triton.experimental.gluon._runtime")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import compile as compile_kernel
-
-    from idlm.kernels.split_attention import kernel_hopper, launch
-
-    chosen: launch.SplitLaunch = getattr(launch, name)
-    sizes = {"N": 4 * group, "G": group, "H": head_dim, "BLOCK_Q": chosen.walk, "BLOCK_K": chosen.rows}
-    constants = sizes | {"BLOCK_H": head_dim, "PARTS": chosen.parts, "SPLITS": TILE_ROWS // chosen.rows}
-    constants |= {"STAGES": chosen.stages, "num_warps": chosen.warps}
-    layout = "NVMMASharedLayout(128, {bits}, rank={rank})"
-    scalars = {"B": "i32", "T": "i32", "num_tiles": "i32", "scale": "fp32", "scale_log2": "fp32"}
-    signature = {}
-    for name in kernel_hopper.backward_kernel.arg_names:
-        rows = chosen.rows if name in ("desc_k", "desc_v") else chosen.walk
-        if name == "desc_dq":
-            signature[name] = f"tensordesc<fp32[{rows}, {head_dim}],{layout.format(bits=32, rank=2)}>"
-        elif name.startswith("desc_"):
-            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout.format(bits=16, rank=4)}>"
-        elif name in constants:
-            signature[name] = "constexpr"
-        else:
-            is_float = name.startswith(("dk", "dv", "lse", "delta"))
-            signature[name] = scalars.get(name, "*fp32" if is_float else "*i32")
-    values = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = gluon.GluonASTSource(kernel_hopper.backward_kernel, signature, constexprs=values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": chosen.warps})
-    assert compiled.metadata.shared < 227 * 1024
-    assert "wgmma" in compiled.asm["ptx"]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("name", "head_dim", "sm", "programs"),
-    [
-        ("HOPPER_QUERIES", 128, 90, 1),
-        ("NARROW_QUERIES", 64, 90, 2),
-        ("QUERIES", 64, 80, 2),
-        ("WIDE_QUERIES", 256, 90, 1),
-    ],
-)
-def test_the_kernel_of_query_gradients_compiles_without_a_gpu(
-    name: str, head_dim: int, sm: int, programs: int
+def test_the_kernels_compile_without_a_gpu(
+    num_heads: int, num_kv_heads: int, head_dim: int, sm: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many programs share a multiprocessor, with 227 KB of shared memory on Hopper, 164 KB on an A100."""
-    pytest.importorskip("triton")
+    """The backward pass of noisy rows that see clean keys. So many programs that compute gradients of queries
+    share a multiprocessor, with 227 KB of shared memory on Hopper, 164 KB on an A100."""
+    pytest.importorskip("triton.experimental.gluon")
     from idlm.kernels.split_attention import launch
-    from idlm.kernels.split_attention.kernel import query_gradient_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    chosen: launch.SplitLaunch = getattr(launch, name)
-    rows = {"q": chosen.rows, "k": chosen.walk, "v": chosen.walk, "do": chosen.rows, "dq": chosen.rows}
-    types = {f"desc_{x}": f"tensordesc<bf16[1, 1, {number}, {head_dim}]>" for x, number in rows.items()}
-    types |= {"dq_BTNH": "*fp32", "lse_BNT": "*fp32", "delta_BNT": "*fp32", "T": "i32", "num_tiles": "i32"}
-    types |= dict.fromkeys(("across_start_BT", "across_end_BT", "tiles_BI8", "order", "num_rows_B"), "*i32")
-    types |= {"scale": "fp32", "scale_log2": "fp32"}
-    constants = {"N": 8, "G": 4, "H": head_dim, "BLOCK_Q": chosen.rows, "BLOCK_K": chosen.walk}
-    constants |= {"BLOCK_H": head_dim, "SPLITS": TILE_ROWS // chosen.rows, "STAGES": chosen.stages}
-    compiled = compile_for_hopper(query_gradient_kernel, types, constants, sm=sm, num_warps=chosen.warps)
-    assert ("wgmma" in compiled.ptx) == (sm == 90)
-    assert compiled.spilled_bytes == 0 or sm < 90
-    assert compiled.shared_bytes <= (227 if sm == 90 else 163) * 1024 // programs
+    # Gluon is experimental, so every version of Triton must compile its kernel, known or not.
+    has_gluon = sm == 90 and head_dim <= 128
+    monkeypatch.setattr(launch, "takes_hopper_kernel", lambda query: has_gluon)
+    see = from_tensors([one.to("meta") for one in ranges_of(row_meta(random_case(0, longest=60))).tensors()])
+    batch, num_rows = see.own_start_BT.shape
+    query = torch.empty(batch, num_heads, num_rows, head_dim, dtype=torch.bfloat16, device="meta")
+    key = query.new_empty(batch, num_kv_heads, 2 * num_rows, head_dim)
+    output, lse = query.transpose(1, 2).contiguous(), query.new_empty(query.shape[:3], dtype=torch.float32)
+    made = dict(
+        compiled_launches(lambda: launch.run_backward(output, query, key, key, output, lse, see, 0.1), sm=sm)
+    )
+    assert made.keys() >= {"prepare_kernel", "backward_kernel", "query_gradient_kernel"}
+    queries = made["query_gradient_kernel"]
+    assert ("wgmma" in queries.ptx) == ("wgmma" in made["backward_kernel"].ptx) == (sm == 90)
+    assert queries.spilled_bytes == 0 or sm < 90
+    assert queries.shared_bytes <= (227 if sm == 90 else 163) * 1024 // programs
+    assert made["backward_kernel"].shared_bytes < 227 * 1024

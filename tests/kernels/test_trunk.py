@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from idlm.kernels.backend import rounds_as_written
-from idlm.kernels.linear import dequantised, library_linear, linear, linear_swiglu, quantise_fp8
-from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
+from idlm.kernels.backend import FP8
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
+from idlm.kernels.linear import Fp8Weight, dequantised, library_linear, linear, linear_swiglu, quantise_fp8
+from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
 from tests.kernels.cases.plain_torch import rms_norm, rotate
 from tests.margins import assert_same_rows, rows_keep_bits
 
@@ -130,61 +133,34 @@ def test_the_product_adds_an_adapter_if_it_can() -> None:
     assert not adds_lora(LinearLaunch(block_r=64), 33, 12288, rank=128), "no GPU has checked it"
 
 
-LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E"), "*bf16")
-LINEAR_TYPES |= {"scale_E": None, "adapter": None, "work": ("*fp32", "*i32"), "strides": ("i32",) * 4}
-ADAPTER_TYPES = ("*i1", "*bf16", "*bf16", "i32", "fp32", "i32")
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-HEAD_TYPES: dict[str, Any] = {"caches": ("*bf16", "*bf16"), "scales": None, "strides": ("i32",) * 7}
-HEAD_TYPES |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "inv_freq_h": "*fp32"}
+def compiled(run: Callable[[], object]) -> Any:
+    """The one kernel that `run` launches on a Hopper, compiled; nothing spills."""
+    pytest.importorskip("triton")
+    from tests.kernels.hopper_compiler import compiled_launches
 
-
-class Integers(dict[str, Any]):
-    """Types of arguments: 32-bit integers unless given."""
-
-    def __missing__(self, name: str) -> str:
-        return "i32"
-
-
-NO_BIAS = Integers({**LINEAR_TYPES, "bias_E": None})
-
-
-def linear_constants(launch: LinearLaunch, **more: object) -> Mapping[str, object]:
-    """Constants of the linear, then `more`."""
-    return {
-        "GATED": False,
-        "EVEN_D": True,
-        "MANY": True,
-        "SERIAL": launch.serial,
-        "BLOCK_E": launch.block_e,
-        "BLOCK_R": launch.block_r,
-        "BLOCK_D": launch.block_d,
-        "STAGES": launch.stages,
-        "PRECISION": "tf32",
-        "PDL": True,
-        "AHEAD": 128,
-        "BLOCK_K": 16,
-        "BLOCK_T": 1,
-        **more,
-    }
+    [(_, made)] = compiled_launches(run)
+    assert made.spilled_bytes == 0
+    return made
 
 
 @pytest.mark.sweep_but("448-False")
 @pytest.mark.parametrize(("rows", "is_fp8"), [(448, False), (7, True)])
 def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) -> None:
+    """Without warpgroups. Tiles of many rows would prefetch the same columns."""
     pytest.importorskip("triton")
-    from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import fixed_launch
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from idlm.kernels.linear.launch import fixed_launch, with_pdl
 
-    launch = fixed_launch(rows, 6144, 4096, torch.bfloat16)
-    types = Integers(LINEAR_TYPES | ({"w_ED": "*fp8e4nv", "scale_E": "*fp32"} if is_fp8 else {}))
-    constants = linear_constants(launch, MANY=not launch.serial)
-    made = compile_for_hopper(linear_kernel, types, constants, num_warps=launch.warps)
-    assert made.spilled_bytes == 0
+    launch = with_pdl(replace(fixed_launch(rows, 6144, 4096, torch.bfloat16), groups=None), True)
+    x, weight, bias = meta(rows, 4096), meta(6144, 4096), meta(6144)
+    quantised = Fp8Weight(values_ED=weight.to(FP8), scale_E=bias.float()) if is_fp8 else weight
+    made = compiled(partial(linear, x, quantised, bias_E=bias, launch=launch))
     assert made.shared_bytes <= SHARED_BYTES
     assert f"m64n{launch.block_r}k16" in made.ptx
-    assert_prefetches(made.ptx, gated=False)
+    assert_prefetches(made.ptx, num=2 if is_fp8 else 0)
 
 
 GROUPS = [
@@ -205,15 +181,11 @@ def test_the_product_of_warpgroups_compiles_for_hopper(gated: bool, splits: int,
     pytest.importorskip("triton")
     from idlm.kernels.linear.groups import Groups
     from idlm.kernels.linear.launch import LinearLaunch
-    from tests.kernels.hopper_compiler import compiled_launches
 
-    x, weight = (torch.empty(n, 4096, device="meta", dtype=torch.bfloat16) for n in (448, 4096))
-    bias = torch.empty(4096, device="meta", dtype=torch.bfloat16)
     op = linear_swiglu if gated else linear
     launch = LinearLaunch(splits=splits, serial=True, groups=Groups(rows=rows, num=num), pdl=True)
-    [(name, made)] = compiled_launches(partial(op, x, weight, bias_E=bias, launch=launch))
-    assert name == "many_rows_kernel"
-    assert made.spilled_bytes == 0 and "serialized" not in made.output
+    made = compiled(partial(op, meta(448, 4096), meta(4096, 4096), bias_E=meta(4096), launch=launch))
+    assert "many_rows_kernel" in made.ptx and "serialized" not in made.output
     assert made.shared_bytes <= MAX_SHARED_BYTES
     assert made.ptx.count("wgmma.mma_async") == num * 4 * (2 if gated else 1)
     assert f"m64n{rows}k16" in made.ptx and "cp.async.bulk.tensor" in made.ptx
@@ -254,49 +226,42 @@ def test_stages_of_warpgroups_fill_shared_memory(rows: int) -> None:
         assert used <= SHARED_BYTES < used + stage or stages == MAX_STAGES
 
 
-def assert_prefetches(ptx: str, *, gated: bool) -> None:
-    """Prefetches before the wait: weights alone, 128 columns of 64 rows by 128 threads."""
+def assert_prefetches(ptx: str, *, num: int) -> None:
+    """So many prefetches by a thread before the wait: weights alone, 128 columns of 64 rows by 128 threads,
+    each sector once."""
     ahead, _, after = ptx.partition("griddepcontrol.wait")
-    requests = ahead.count("prefetch.global.L2")
-    assert requests == ptx.count("prefetch.global.L2") > 0 and requests % (2 if gated else 1) == 0
+    assert ahead.count("prefetch.global.L2") == ptx.count("prefetch.global.L2") == num
     assert "cp.async" not in ahead and "ld.global" not in ahead, "activations are read too early"
     assert after.index("cp.async.cg") < after.index("griddepcontrol.launch_dependents")
+
+
+def few_rows(rows: int, E: int, **options: Any) -> LinearLaunch:
+    """The launch of a decoding step, of which two programs fit a multiprocessor."""
+    from idlm.kernels.linear.launch import few_rows_launch, with_pdl
+
+    launch = few_rows_launch(rows, E, 4096, torch.bfloat16, **options)
+    assert launch is not None
+    return with_pdl(launch, True)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("rows", "gated"), [(28, False), (7, True)])
 def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: bool) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import few_rows_launch
-    from tests.kernels.hopper_compiler import compile_for_hopper
-
-    launch = few_rows_launch(rows, 12288 if gated else 6144, 4096, torch.bfloat16, gated=gated)
-    assert launch is not None
-    constants = linear_constants(launch, GATED=gated, MANY=launch.splits > 1)
-    made = compile_for_hopper(linear_kernel, NO_BIAS, constants, num_warps=launch.warps)
-    assert made.spilled_bytes == 0 and 2 * made.shared_bytes <= SHARED_BYTES
-    assert 2 * made.registers * 32 * launch.warps <= 1 << 16
+    launch = few_rows(rows, 12288 if gated else 6144, gated=gated)
+    op, weight = (linear_swiglu, meta(24576, 4096)) if gated else (linear, meta(6144, 4096))
+    made = compiled(partial(op, meta(rows, 4096), weight, launch=launch))
+    assert 2 * made.shared_bytes <= SHARED_BYTES and 2 * made.registers * 32 * launch.warps <= 1 << 16
     assert f"m64n{launch.block_r}k16" in made.ptx
-    assert_prefetches(made.ptx, gated=gated)
-    assert made.ptx.count("prefetch.global.L2") == (8 if gated else 4), "each sector once"
+    assert_prefetches(made.ptx, num=8 if gated else 4)
 
 
 @pytest.mark.sweep
 def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import few_rows_launch
-    from tests.kernels.hopper_compiler import compile_for_hopper
-
-    launch = few_rows_launch(28, 12288, 4096, torch.bfloat16, gated=True)
-    assert launch is not None
-    constants = linear_constants(launch, GATED=True, BLOCK_K=128, BLOCK_T=256)
-    options = {"num_warps": launch.warps, **rounds_as_written()}
-    made = compile_for_hopper(
-        linear_kernel, Integers({**NO_BIAS, "adapter": ADAPTER_TYPES}), constants, **options
-    )
-    assert made.spilled_bytes == 0
+    launch, gate = few_rows(28, 12288, gated=True), meta(28, dtype=torch.bool)
+    lora = GatedLora(b_Er=meta(24576, 128), gate=gate, sizes=(12288, 12288), scaling=0.5)
+    made = compiled(partial(linear_swiglu, meta(28, 4096), meta(24832, 4096), lora=lora, launch=launch))
     assert 2 * made.shared_bytes <= SHARED_BYTES, "two programs do not fit"
     assert 2 * made.registers * 32 * launch.warps <= 1 << 16, "two programs do not fit"
     assert "fma.rn" not in made.ptx, "a product and a sum are rounded once"
@@ -309,47 +274,35 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills() -> None:
 
 @pytest.mark.sweep
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
-    pytest.importorskip("triton")
-    from idlm.kernels.gated_lora.kernel import WARPS, expand_kernel
-    from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
-    from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
-    from idlm.kernels.swiglu.kernel import swiglu_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    x, integers, cache = meta(99, 4096), meta(4096, dtype=torch.int64), meta(4096, 8, 128)
+    rope = Rope(positions_R=integers[:99], inv_freq_h=meta(64, dtype=torch.float32), scaling=1.0, tables=None)
+    slots, norm = {"slot_mapping_R": integers[:99]}, meta(40, 128)
+    heads = partial(qkv_rope_cache, meta(99, 48, 128), cache, cache, rope=rope, qk_norm_YH=norm, **slots)
+    b_Er = meta(8192, 128)
 
-    bf16 = ("x_RD", "residual_RD", "weight_D", "normed_RD", "gate_up_RE", "out_RF", "qkv_RJH")
-    bf16 += ("qk_norm_YH", "h_RX", "b_Er", "y_RE")
-    types = Integers(dict.fromkeys(bf16, "*bf16"))
-    types |= HEAD_TYPES
-    types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
-    types |= {"gate_R": "*i1", "adapters": ("*fp64", "i32", "i32", "*i64", "*i64")}
-    products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
-    products |= {"STAGES": 1}
-    of_kernels = {
-        expand_kernel: Integers(types | {"sizes": ("i32",) * 3, "strides": ("i32",) * 4}),
-        add_rms_norm_kernel: Integers(types | {"strides": ("i32",) * 3}),
-    }
-    heads = {"N": 32, "K": 8, "HALF": 64}
+    def adapted(op: Any, rows: int, **options: Any) -> Callable[[], object]:
+        gate = meta(rows, dtype=torch.bool)
+        return partial(op, meta(rows, 8192), gate, meta(rows, 256), b_Er, scaling=0.5, **options)
+
+    sizes = {"sizes": (4096, 4096)}
     # How often a thread reads ahead of its wait, which is what no kernel of the chain writes, and whether the
     # next kernel may launch before.
-    for kernel, warps, num_ahead, is_early, constants in (
-        (add_rms_norm_kernel, 4, 4, True, {"BLOCK_D": 4096}),
-        (swiglu_kernel, 4, 0, False, {"BLOCK_F": 1024}),
-        (qkv_rope_cache_kernel, 4, 9, True, {**heads, "BLOCK_J": 4, "BLOCK_h": 64}),
-        (expand_kernel, WARPS, 11, False, {**products, "adapters": None, "out_RF": None}),
-        (expand_kernel, WARPS, 12, False, {**products, "adapters": None}),
-        (expand_kernel, WARPS, 10, False, {**products, "BLOCK_R": 32, "out_RF": None}),
-        (expand_kernel, WARPS, 14, False, {**products, "BLOCK_R": 32}),
+    for num_ahead, is_early, run in (
+        (2, True, partial(add_rms_norm, x, x, meta(4096), eps=1e-6)),
+        (0, False, partial(swiglu, meta(99, 8192))),
+        (9, True, heads),
+        (11, False, adapted(expand_add, 60, **sizes)),
+        (12, False, adapted(expand_swiglu, 60)),
+        (8, False, adapted(expand_add, 28, **sizes)),
+        (10, False, adapted(expand_swiglu, 28)),
     ):
-        options = {"num_warps": warps, **rounds_as_written()}
-        of_kernel = of_kernels.get(kernel, types)
-        made = compile_for_hopper(kernel, of_kernel, {**constants, "PDL": True}, **options)
-        assert made.spilled_bytes == 0, kernel
+        made = compiled(run)
         assert 4 * made.shared_bytes <= SHARED_BYTES and made.registers <= 128, "four programs do not fit"
         ahead, _, after = made.ptx.partition("griddepcontrol.wait")
-        assert ahead.count("ld.global") == num_ahead and after.count("ld.global") > 0, kernel
-        assert ("griddepcontrol.launch" in ahead.partition("ld.global")[0]) == is_early, kernel
-        assert made.ptx.count("griddepcontrol") == 2 and "st.global" not in ahead, kernel
-        assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"
+        assert ahead.count("ld.global") == num_ahead and after.count("ld.global") > 0, run
+        assert ("griddepcontrol.launch" in ahead.partition("ld.global")[0]) == is_early, run
+        assert made.ptx.count("griddepcontrol") == 2 and "st.global" not in ahead, run
+        assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {run}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from idlm.kernels.backend import FP8
 from idlm.kernels.prefix_ranking import op
 from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
@@ -40,60 +39,42 @@ def test_the_workspace_is_bounded() -> None:
     assert op.layers_at_once(34, 512, 64, 1 << 20) == 1
 
 
-TYPES = dict.fromkeys(("block_table", "rows_BW", "starts_B", "counts_B", "lanes_B"), "*i64")
-TYPES |= dict.fromkeys(("ranks_B", "is_selected_B"), "*i1")
-TYPES |= dict.fromkeys(("max_LRN", "sum_LRN", "k_scale_LK", "shares_LBKS", "scores_LBKS"), "*fp32")
-TYPES |= dict.fromkeys(("scratch", "slots_LZKC"), "*i32")
-TYPES |= {"q_LRNH": "*bf16", "keys_LSKH": "*bf16", "scale_log2": "fp32"}
 SHARED_BYTES = 227 << 10
 
 
-class _Types(dict[str, str]):
-    """Types of arguments; those not named are integers."""
-
-    def __missing__(self, name: str) -> str:
-        return "i32"
-
-
-def compiled(kernel: Any, constants: dict[str, Any], warps: int, **types: str) -> Any:
-    from tests.kernels.hopper_compiler import compile_for_hopper
-
-    return compile_for_hopper(kernel, _Types(TYPES | types), constants, num_warps=warps)
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize(("group", "keys"), [(8, "*bf16"), (4, "*fp8e4nv")])
-def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, keys: str) -> None:
+@pytest.mark.parametrize(("group", "is_fp8"), [(8, False), (4, True)])
+def test_the_kernels_compile_for_hopper(group: int, is_fp8: bool) -> None:
+    """Of blocks of 32 positions in 8 sequences with 8 KV heads."""
     pytest.importorskip("triton")
-    from idlm.kernels.prefix_ranking.kernel import share_kernel
-    from idlm.kernels.prefix_ranking.op import choose
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    launch, is_fp8 = choose(torch.bfloat16, 32 * group, 128), keys == "*fp8e4nv"
-    constants = {"W": 32, "K": 8, "G": group, "H": 128, "PAGE": 32, "SCALED": is_fp8, "PARTS": 1}
-    constants |= {
-        "BLOCK_B": 8,
-        "BLOCK_W": 32,
-        "BLOCK_M": 32 * group,
-        "BLOCK_N": launch.block_n,
-        "BLOCK_H": 128,
-    }
-    constants |= {"STAGES": launch.stages, "PRECISION": "tf32", "IS_NARROW": True} | (
-        {} if is_fp8 else {"k_scale_LK": None}
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q_LRNH, keys_LSKH = empty(2, 256, 8 * group, 128, dtype=torch.bfloat16), empty(2, 4096, 8, 128, dtype=FP8)
+    statistics_LRN = empty(2, 256, 8 * group, dtype=torch.float32)
+    ranking = op.RankingPass(
+        q_LRNH=q_LRNH,
+        max_LRN=statistics_LRN,
+        sum_LRN=statistics_LRN,
+        keys_LSKH=keys_LSKH if is_fp8 else keys_LSKH.bfloat16(),
+        block_table_BP=empty(8, 64),
+        page_size=32,
+        rows_BW=empty(8, 32),
+        starts_B=empty(8),
+        ranks_B=empty(8, dtype=torch.bool),
+        max_slots=2048,
+        scale=0.1,
+        k_scale_LK=empty(2, 8, dtype=torch.float32) if is_fp8 else None,
     )
-    made = compiled(share_kernel, constants, launch.warps, keys_LSKH=keys, stride_layer="i64")
-    assert made.spilled_bytes == 0 and made.shared_bytes <= SHARED_BYTES
-    assert f"m64n{32 * group}k16" in made.ptx and "cp.async" in made.ptx
+    lists_LZKC = empty(2, 9, 8, 512, dtype=torch.int32)
+    made = dict(compiled_launches(lambda: op.rank_prefix(ranking, empty(8), lists_LZKC)))
+    shares, lists = made["share_kernel"], made["select_kernel"]
+    assert shares.spilled_bytes == 0 and shares.shared_bytes <= SHARED_BYTES
+    assert f"m64n{32 * group}k16" in shares.ptx and "cp.async" in shares.ptx
     if group == 4:
-        assert made.registers * 32 * launch.warps * launch.per_sm <= 1 << 16, "so many programs fit at once"
-        assert made.shared_bytes * launch.per_sm <= SHARED_BYTES
-
-
-@pytest.mark.sweep
-def test_the_kernel_of_lists_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from idlm.kernels.prefix_ranking.kernel_select import select_kernel
-    from idlm.kernels.prefix_ranking.op import USUAL
-
-    constants = {"K": 8, "GROUP_BITS": 4, "TILE": USUAL.tile, "GROUPS": USUAL.read // 16}
-    made = compiled(select_kernel, constants, USUAL.select_warps)
-    assert made.spilled_bytes <= 16 and made.shared_bytes <= SHARED_BYTES // 3
+        launch = op.USUAL
+        assert shares.registers * 32 * launch.warps * launch.per_sm <= 1 << 16, "so many programs fit at once"
+        assert shares.shared_bytes * launch.per_sm <= SHARED_BYTES
+    assert lists.spilled_bytes <= 16 and lists.shared_bytes <= SHARED_BYTES // 3
