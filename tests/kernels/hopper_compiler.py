@@ -36,16 +36,10 @@ class Compiled:
     """What ptxas printed, warnings among it."""
 
 
-def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[str, Compiled]]:
-    """What `run`, which calls ops with tensors on the meta device, launches on a Hopper, or a GPU of another
-    compute capability `sm`: the names of kernels and their variants, compiled for the arguments of the
-    launch."""
-    found, kernels, launch = dict[Any, str](), set[Any](), JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernels.add(self)
-        found[launch(self, *arguments, grid=grid, warmup=True, **options)] = self.fn.__name__
-
+@contextmanager
+def as_gpu(kernels: set[Any], *, sm: int = 90) -> Iterator[None]:
+    """Inside, Triton compiles for a Hopper, or a GPU of another compute capability `sm`, which is not there.
+    At the end it forgets what the `kernels` were compiled to."""
     target = GPUTarget("cuda", sm, 32)
     names = {"get_current_target": target, "get_current_device": DEVICE, "get_current_stream": 0}
     stub = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in names.items()})
@@ -56,18 +50,28 @@ def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[
     try:
         with (
             patch.object(driver, "_active", stub),
-            patch.object(JITFunction, "run", compile_only),
             patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(sm, 10)),
             patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
-            only_compiled(),
-            _logging(),
         ):
-            run()
+            yield
     finally:
         for kernel in kernels:
             kernel.device_caches.pop(DEVICE, None)
         for cached in caches:
             cached.cache_clear()
+
+
+def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[str, Compiled]]:
+    """What `run`, which calls ops with tensors on the meta device, launches `as_gpu`: the names of kernels
+    and their variants, compiled for the arguments of the launch."""
+    found, kernels, launch = dict[Any, str](), set[Any](), JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernels.add(self)
+        found[launch(self, *arguments, grid=grid, warmup=True, **options)] = self.fn.__name__
+
+    with as_gpu(kernels, sm=sm), patch.object(JITFunction, "run", compile_only), only_compiled(), _logging():
+        run()
     return [(name, _described(compiled)) for compiled, name in found.items()]
 
 

@@ -25,39 +25,22 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import compile_shapes, step_on_meta
 from idlm.infer.runtime.graphs.warm_up_shapes import WarmUpShapes
 from idlm.infer.settings import check_options
-from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
+from idlm.kernels.backend import only_compiled
 from idlm.semantics import Semantics
 
 triton = pytest.importorskip("triton")
-DEVICE = 63
-"""A number that no GPU has, so that what is noted for it is used by nothing else."""
 CONTEXTS, MIXED_SIZES = (1024, 2048, 4096), (1, 4, 16, 32, 40, 64, 136, 256)
 LIMITS, EAGER_ROWS, PROMPT_ROWS = (256, 4096), 512, 8192
-
-
-class _Driver:
-    """What stands for CUDA's driver."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return DEVICE
-
-    def get_current_stream(self, device: int) -> int:
-        return device
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Names of kernels, and how many variants are requested of Triton, of which it compiles none."""
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    variants: Counter[str] = Counter()
-    kernels = set()
+    from tests.kernels.hopper_compiler import as_gpu
+
+    variants, kernels = Counter[str](), set[Any]()
 
     def note(self: Any, key: Any, signature: Any, device: int, *_: Any, **__: Any) -> Any:
         variants[self.fn.__name__] += 1
@@ -66,16 +49,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return variants
 
     monkeypatch.setattr(JITFunction, "_do_compile", note)
-    monkeypatch.setattr(driver, "_active", _Driver())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    yield variants
-    for kernel in kernels:
-        kernel.device_caches.pop(DEVICE, None)
-    has_pdl.cache_clear()
-    has_gluon.cache_clear()
-    num_multiprocessors.cache_clear()
+    with as_gpu(kernels):
+        yield variants
 
 
 def _decoder(name: str, options: dict[str, Any]) -> Decoder:
