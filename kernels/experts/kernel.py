@@ -9,37 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.linear.kernel import product
 from idlm.kernels.swiglu.kernel import rounded_swiglu
-
-
-@triton.jit
-def _product(
-    pointers,
-    m_row,
-    IN,
-    TWICE: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """W x^T [M, BLOCK_R] in fp32, and that of the up rows when TWICE; `pointers`: to x, W and the up rows."""
-    p_x, p_w, p_up = pointers
-    BLOCK_M: tl.constexpr = p_w.shape[0]
-    BLOCK_I: tl.constexpr = p_w.shape[1]
-    BLOCK_R: tl.constexpr = m_row.shape[0]
-    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    o_column = tl.arange(0, BLOCK_I)
-    for column in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
-        m_column = (column + o_column < IN)[None, :]
-        m_x = m_row[:, None] if EVEN else m_row[:, None] & m_column
-        x = tl.load(p_x + column, mask=m_x, other=0.0)
-        w = tl.load(p_w + column) if EVEN else tl.load(p_w + column, mask=m_column, other=0.0)
-        acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
-        if TWICE:
-            up = tl.load(p_up + column) if EVEN else tl.load(p_up + column, mask=m_column, other=0.0)
-            acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
-    return acc, acc_up
 
 
 @triton.jit(do_not_specialize=["first", "num_experts", "num_chosen"])
@@ -103,7 +74,7 @@ def grouped_kernel(
     p_w = p_expert + row_w[:, None] * strides[2] + o_column[None, :]
     p_up = p_w + OUT * strides[2] if GATED and not TILE.stacked else p_w
     is_twice: tl.constexpr = GATED and not TILE.stacked
-    acc, acc_up = _product((p_x, p_w, p_up), m_row, IN, is_twice, EVEN, TILE.stages, PRECISION)
+    acc, acc_up = product(p_x, p_w, p_up, m_row, 0, IN, IN, is_twice, EVEN, TILE.stages, PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = y.dtype.element_ty

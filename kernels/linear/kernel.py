@@ -50,7 +50,7 @@ def _prefetch(p_row, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     p_x,
     p_w,
     p_up,
@@ -156,7 +156,7 @@ def linear_kernel(
     for s in range(0 if SERIAL else split, splits if SERIAL else split + 1):
         first = _first_column(s, splits, D)
         end = tl.minimum(_first_column(s + 1, splits, D), D)
-        part, part_up = _product(p_x, p_w, p_up, m_row, first, end, D, GATED, EVEN_D, STAGES, PRECISION)
+        part, part_up = product(p_x, p_w, p_up, m_row, first, end, D, GATED, EVEN_D, STAGES, PRECISION)
         acc, acc_up = acc + part, acc_up + part_up
 
     if PDL:
