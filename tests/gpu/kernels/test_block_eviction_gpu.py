@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from idlm.kernels.block_eviction import block_importance
-from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
-from tests.kernels.cases.sparse.block_state import check_state
+from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, make_layer
 
 Shape = tuple[int, int, int, int, int, int]
 LARGE: Shape = (9, 32, 32, 8, 128, 32)
@@ -25,16 +24,6 @@ def test_importance_equals_the_definition(
     shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype | None, over_block: bool
 ) -> None:
     check_importance(make_layer(shape, dtype, kv_dtype=kv_dtype, device="cuda", over_block=over_block))
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_selection_equals_the_definition(seed: int) -> None:
-    check_selection(seed, "cuda")
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_state_equals_the_definition(seed: int) -> None:
-    check_state(seed, "cuda")
 
 
 def test_a_sequence_has_the_same_bits_in_any_company() -> None:

@@ -1,4 +1,4 @@
-"""Compaction in plain torch against the reference; the kernels compiled."""
+"""The kernels of row_compaction compiled for Hopper; `test_seeded.py` compares the op with its reference."""
 
 from __future__ import annotations
 
@@ -15,23 +15,6 @@ from idlm.kernels.row_compaction import (
     retain_wanted,
     spread_index,
 )
-from tests.kernels.cases.sparse.row_compaction import (
-    check,
-    check_gather,
-    check_positions,
-    check_wanted,
-    make_case,
-)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_plain_compaction_equals_the_reference(seed: int) -> None:
-    check(make_case(seed))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_plain_gathers_equal_indexing(seed: int) -> None:
-    check_gather(seed)
 
 
 @pytest.mark.sweep
@@ -56,13 +39,3 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
     made = compiled_launches(run)
     assert len({name for name, _ in made}) == 7
     assert all(each.spilled_bytes == 0 for _, each in made)
-
-
-@pytest.mark.parametrize("seed", range(15))
-def test_places_are_found_and_spread_again(seed: int) -> None:
-    check_positions(seed)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_wanted_rows_that_are_left_equal_the_reference(seed: int) -> None:
-    check_wanted(seed)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
-from tests.kernels.cases.sparse.block_state import check_state
+from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, make_layer
 
 DTYPES = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float8_e4m3fn)]
 
@@ -20,15 +19,3 @@ def test_importance_equals_the_reference(
 ) -> None:
     over_block = number % 2 == 1
     check_importance(make_layer(SHAPES[number], dtype, kv_dtype=kv_dtype, over_block=over_block))
-
-
-@pytest.mark.sweep_but(4)
-@pytest.mark.parametrize("seed", range(7))
-def test_selection_equals_the_reference(seed: int) -> None:
-    check_selection(seed)
-
-
-@pytest.mark.sweep_but(2)
-@pytest.mark.parametrize("seed", range(3))
-def test_state_equals_the_reference(seed: int) -> None:
-    check_state(seed)
