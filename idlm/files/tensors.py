@@ -34,10 +34,11 @@ CONVERT = (
 
 
 class Stored(NamedTuple):
-    """Where a tensor is, `size` bytes from `start` of a file, and what its header states of it; `dtype` is a
-    name of safetensors."""
+    """Where a tensor is, `size` bytes from `start` of a file, and what its header states of it: `name` there,
+    and `dtype` by safetensors' names."""
 
     path: Path
+    name: str
     start: int
     size: int
     shape: tuple[int, ...]
@@ -90,7 +91,9 @@ def headers(path: Path) -> dict[str, Stored]:
     found = {}
     for name, entry in entries.items():
         first, last = entry["data_offsets"]
-        found[name] = Stored(path, 8 + length + first, last - first, tuple(entry["shape"]), entry["dtype"])
+        found[name] = Stored(
+            path, name, 8 + length + first, last - first, tuple(entry["shape"]), entry["dtype"]
+        )
     return found
 
 

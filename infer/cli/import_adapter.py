@@ -134,8 +134,9 @@ def import_to(config: ImportConfig) -> str:
 
     from idlm.checkpoint import ADAPTER_CONFIG, read_json
     from idlm.infer.cli.plain_lora import adapted_modules, peft_names, plain_lora
-    from idlm.infer.models.adapter import base_directory, require_finite
+    from idlm.infer.models.adapter import DIVERGED, base_directory
     from idlm.infer.models.loader import read_outline
+    from idlm.infer.models.weights import require_finite
     from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
     from idlm.publish import publish
     from idlm.semantics import Semantics
@@ -151,7 +152,7 @@ def import_to(config: ImportConfig) -> str:
     what = f"{found / ADAPTER_CONFIG} has a pattern that is none"
     with naming("IDLM-0610", what, fix="copy the adapter again from its source", of=re.error):
         content, tensors = plain_lora(content, tensors, base=read_json(base / "config.json"))
-    require_finite(tensors, found)
+    require_finite("IDLM-0613", tensors, found, fix=DIVERGED)
     targets = sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)})
     spec = AdapterSpec.read(content, origin=found / ADAPTER_CONFIG, targets=targets)
     semantics = replace(

@@ -25,6 +25,7 @@ from idlm.semantics import Semantics
 
 OWN = ("stride", "mask_region", "acceptance", "selector")
 """In what adapters of one engine may differ; `build.read_checkpoint` checks strides and selectors."""
+DIVERGED = "use an adapter of an earlier step, before its training diverged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,23 +141,13 @@ def add_adapters(
     for values that are not finite."""
     for adapter, targets in zip(adapters, _targets(trunk, adapters, names), strict=True):
         weights.copy(targets, adapter.files)
-        require_finite({name: target.view for name, target in targets.items()}, adapter.directory)
+        loaded = {name: target.view for name, target in targets.items()}
+        weights.require_finite("IDLM-0613", loaded, adapter.directory, fix=DIVERGED)
     if trunk.mask_rows_LD is not None:
         for row_D, adapter in zip(trunk.mask_rows_LD.data, adapters, strict=True):
             if not adapter.has_mask_row:
                 row_D.copy_(trunk.embed[mask_token_id])
     trunk.num_adapters = len(adapters)
-
-
-def require_finite(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Raise UserError IDLM-0613 for values of an adapter that are not finite."""
-    bad = [name for name, tensor in tensors.items() if not bool(tensor.float().isfinite().all())]
-    if bad:
-        raise UserError(
-            "IDLM-0613",
-            f"{len(bad)} tensors of {directory} have values that are not finite, {bad[0]} first",
-            fix="use an adapter of an earlier step, before its training diverged",
-        )
 
 
 def _matrices(

@@ -83,7 +83,11 @@ def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards
     if not files.keys().isdisjoint(names.kv_scales(spec.num_layers)):
         kv_scales = fp8.read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
-    weights.copy(weight_targets(trunk, names), files)
+    targets = weight_targets(trunk, names)
+    weights.copy(targets, files)
+    # Rows of tokens that are never fed may hold anything.
+    loaded = {name: target.view for name, target in targets.items() if name != names.embed}
+    weights.require_finite("IDLM-0607", loaded, outline.directory, fix="copy the checkpoint again")
     if outline.adapters:
         add_adapters(trunk, outline.adapters, names, outline.semantics.mask_token_id)
     return LoadedModel(
@@ -119,7 +123,7 @@ def read_outline(
     checkpoint.verify(directory, required=False)
     config = checkpoint.read_json(directory / "config.json")
     architecture, family = _family(config)
-    files = stored_tensors(directory)
+    files = _prefixed(stored_tensors(directory), family.tensor_names)
     spec = _with_possible_counts(family.spec(config), len(files))
     if spec.moe is not None and opened:
         moe.refuse("an adapter")
@@ -159,6 +163,14 @@ def read_outline(
         targets=targets,
         ignored=tuple(sorted(ignored)),
     )
+
+
+def _prefixed(files: dict[str, Stored], names: TensorNames) -> dict[str, Stored]:
+    """Tensors by the names of the whole model, also where transformers has saved the part without a head."""
+    prefix, _, bare = names.embed.partition(".")
+    if names.embed in files or bare not in files:
+        return files
+    return {name if name == names.head else f"{prefix}.{name}": one for name, one in files.items()}
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

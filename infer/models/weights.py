@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from idlm.devices import is_finite
 from idlm.errors import UserError, some_of
 from idlm.files.tensors import Stored
 from idlm.infer.models.base import ALONE, ModelSpec, Shards
@@ -130,13 +131,21 @@ def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Stored]) -> No
         for path, names in _by_file(targets, files).items():
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    target = targets[name]
-                    stored = file.get_slice(name)[target.part] if target.part else file.get_tensor(name)
+                    target, there = targets[name], files[name].name
+                    stored = file.get_slice(there)[target.part] if target.part else file.get_tensor(there)
                     target.view.copy_(stored if target.order is None else stored[target.order])
                     if target.offset:
                         target.view.add_(target.offset)
                     num_done += target.view.nbytes
                     watcher(num_done, total)
+
+
+def require_finite(code: str, tensors: Mapping[str, Tensor], directory: Path, *, fix: str) -> None:
+    """Raise UserError `code` for values that are not finite."""
+    bad = [name for name, tensor in tensors.items() if not is_finite(tensor)]
+    if bad:
+        what = f"{len(bad)} tensors of {directory} have values that are not finite, {bad[0]} first"
+        raise UserError(code, what, fix=fix)
 
 
 def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Stored]) -> dict[Path, list[str]]:
@@ -148,4 +157,4 @@ def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Stored]) -
 
 def tensor(files: Mapping[str, Stored], name: str) -> Tensor:
     with safe_open(files[name].path, framework="pt") as file:
-        return torch.as_tensor(file.get_tensor(name))
+        return torch.as_tensor(file.get_tensor(files[name].name))

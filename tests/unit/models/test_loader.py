@@ -235,6 +235,37 @@ def test_a_tensor_comes_from_the_shard_that_the_index_names(checkpoint: Path, as
         base_tensors(checkpoint)
 
 
+def test_tensors_of_the_part_without_a_head_are_read(checkpoint: Path) -> None:
+    """transformers' base classes save them without the prefix."""
+    expected = load_model(checkpoint)
+    for prefix in ("", "model."):
+        stored = {name.removeprefix("model."): value for name, value in tensors().items()}
+        save_file(
+            {prefix + name if name != "lm_head.weight" else name: value for name, value in stored.items()},
+            checkpoint / "model.safetensors",
+        )
+        found = load_model(checkpoint)
+        for name, value in found.trunk.named_parameters():
+            assert torch.equal(value, expected.trunk.get_parameter(name)), name
+    del stored["lm_head.weight"]
+    save_file(stored, checkpoint / "model.safetensors")
+    refused(checkpoint, "IDLM-0603", "lm_head.weight")
+    edit_config(checkpoint, tie_word_embeddings=True)
+    load_model(checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(checkpoint: Path, value: float) -> None:
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
+        given = tensors()
+        given[name][3, 4] = value
+        save_file(given, checkpoint / "model.safetensors")
+        if "embed" in name:
+            load_model(checkpoint)
+        else:
+            refused(checkpoint, "IDLM-0607", "1 tensors", "not finite", name)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
