@@ -14,7 +14,8 @@ from idlm.infer.server.errors import ENCODER, FieldError, json_response
 from idlm.infer.server.protocol.body import OF_REQUESTS, Body, Unicode
 from idlm.infer.server.protocol.requests import ChatRequest, Messages, TokenIds
 from idlm.infer.server.service import Service
-from idlm.text.tokenizer import encode_bare, encode_text, plain_text
+from idlm.text.detokenizer import Detokenizer
+from idlm.text.tokenizer import encode_bare, encode_text
 
 
 class TokenizeRequest(ChatRequest):
@@ -41,6 +42,12 @@ class DetokenizeRequest(Body):
     IGNORED = OF_REQUESTS
     model: str | None = None
     tokens: TokenIds
+
+
+def _text_of(tokenizer: Any, token_ids: TokenIds) -> str:
+    """The text of ids, token by token: `decode` holds the interpreter's lock until it has all of them."""
+    detokenizer = Detokenizer(tokenizer, shows_hidden=True)
+    return detokenizer.push(token_ids) + detokenizer.flush()
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -76,7 +83,7 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
         service.check_ready()
         if max(body.tokens, default=0) >= service.info.vocab_size:
             raise FieldError("tokens", f"the model has {service.info.vocab_size} ids")
-        return json_response({"prompt": await result(plain_text, body.tokens, request)})
+        return json_response({"prompt": await result(_text_of, body.tokens, request)})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
