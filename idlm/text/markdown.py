@@ -7,17 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>idlm report</title><style>
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-td, th { border: 1px solid #8886; padding: 0.2rem 0.6rem; text-align: left }
-pre { background: #8882; padding: 0.8rem; overflow-x: auto }
-img { max-width: 100%; background: white }
-</style>
-"""
+PAGE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 FIGURE = re.compile(r'src="([\w./-]+\.svg)"')
 
 

@@ -3,39 +3,17 @@ schedulers read them; ours begin with `idlm:`."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
-from prometheus_client import Counter, Gauge, Histogram
 
 from idlm.infer.server.messages import IDLE, EngineInfo, SampleCounts, Stats
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-METRICS: dict[str, tuple[Any, ...]] = {
-    "num_running": (Gauge, "vllm:num_requests_running", "Samples that have a lane"),
-    "num_waiting": (Gauge, "vllm:num_requests_waiting", "Samples in the queue, or waiting for a grammar"),
-    "kv_usage": (Gauge, "vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1"),
-    "num_preemptions": (Counter, "vllm:num_preemptions", "Samples that gave their pages back for a while"),
-    "num_cache_queries": (Counter, "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache"),
-    "num_cache_hits": (Counter, "vllm:prefix_cache_hits", "Tokens found there"),
-    "ready": (Gauge, "idlm:engine_ready", "1 if the engine takes requests"),
-    "cache_config": (Gauge, "vllm:cache_config_info", "Size of the KV cache", "block_size", "num_gpu_blocks"),
-    "restarts": (Counter, "idlm:engine_restarts", "Engine processes that ended unasked"),
-    "prompt_tokens": (Counter, "vllm:prompt_tokens", "Tokens of prompts taken"),
-    "generation_tokens": (Counter, "vllm:generation_tokens", "Emitted tokens"),
-    "forwards": (Counter, "idlm:request_forwards", "Forward passes of finished samples"),
-    "drafts": (Counter, "vllm:spec_decode_num_drafts", "Passes that tested drafts, for each sample"),
-    "tested": (Counter, "vllm:spec_decode_num_draft_tokens", "Tested drafts"),
-    "accepted": (Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted drafts"),
-    "tested_at": (Counter, "idlm:spec_decode_num_draft_tokens_per_pos", "Tested drafts", "position"),
-    "accepted_at": (Counter, "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts", "position"),
-    "success": (Counter, "vllm:request_success", "Finished samples", "finished_reason"),
-    "responses": (Counter, "idlm:responses", "HTTP responses", "status"),
-    "first_token": (Histogram, "vllm:time_to_first_token_seconds", "From a request to its first token"),
-    "between_tokens": (Histogram, "vllm:inter_token_latency_seconds", "Between two emissions, per token"),
-    "whole_request": (Histogram, "vllm:e2e_request_latency_seconds", "From a request to its end"),
-}
+METRICS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 """Kind, name, text and further labels of each metric; the first ones are fields of `Stats`."""
 
 
@@ -55,7 +33,7 @@ class Metrics:
 
     def step(self, stats: Stats) -> None:
         for field, value, last in zip(Stats._fields, stats, self._last, strict=True):
-            if METRICS[field][0] is Gauge:
+            if METRICS[field][0] == "Gauge":
                 self._made[field].set(value)
             else:
                 self._made[field].inc(value - last)
@@ -89,9 +67,11 @@ class Metrics:
     def render(self) -> bytes:
         return prometheus_client.generate_latest(self._registry)
 
-    def _make(self, key: str, kind: Any, name: str, text: str, *labels: str) -> Any:
+    def _make(self, key: str, kind: str, name: str, text: str, *labels: str) -> Any:
         """A metric; users give the values of `labels`."""
         buckets = TOKEN_SECONDS if key == "between_tokens" else REQUEST_SECONDS
-        options = {"buckets": buckets} if kind is Histogram else {}
-        made = kind(name, text, ("model_name", *labels), registry=self._registry, **options)
+        options = {"buckets": buckets} if kind == "Histogram" else {}
+        made = getattr(prometheus_client, kind)(
+            name, text, ("model_name", *labels), registry=self._registry, **options
+        )
         return made if labels else made.labels(self._model_name)

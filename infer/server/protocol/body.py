@@ -4,7 +4,9 @@ answer must match (`ConstraintFields`)."""
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -16,64 +18,17 @@ from idlm.infer.server.errors import ApiError, FieldError
 Text = Annotated[str, Field(min_length=1)]
 Unicode = Annotated[str, Field(min_length=0)]
 """Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
-OF_REQUESTS = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "request_id", "rid", "prediction"),
-        *("client_metadata", "guided_decoding_backend", "cache_prompt"),
-    )
-)
-"""Fields of a request that do not affect the answer; docs/serve.md lists them."""
-OF_MESSAGES = frozenset(
-    (
-        *("annotations", "cache_control", "provider_specific_fields", "index", "phase", "id", "type"),
-        *("status", "parsed", "token_ids", "extra_content", "reasoning_details", "thinking_blocks"),
-        *("timestamp", "created_at", "createdAt", "metadata"),
-    )
-)
-"""What other servers and clients store in messages, their parts and their tools. In a request itself such a
-name is a mistake, or has another meaning: `token_ids` would be a prompt."""
+_FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+OF_REQUESTS, OF_MESSAGES = frozenset(_FIELDS["of_requests"]), frozenset(_FIELDS["of_messages"])
+"""Fields that do not affect the answer."""
+NEUTRAL: Mapping[str, Sequence[Any]] = _FIELDS["neutral"]
+"""Fields that are not supported, and their values that have no effect, but for empty ones."""
+OTHER_PARTS: Mapping[str, str] = _FIELDS["other_parts"]
+"""Types of parts of messages, and what they hold."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""
 NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"
 """Why `is_json` does not hold."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    # Routers and clients of other engines send many of these with every request.
-    **dict.fromkeys(
-        (
-            *("use_beam_search", "echo", "include_stop_str_in_output", "no_stop_trim", "add_special_tokens"),
-            *("return_hidden_states", "continue_final_message", "return_tokens_as_token_ids"),
-            *("include_obfuscation", "background", "defer_loading"),
-        ),
-        (False,),
-    ),
-    **dict.fromkeys(
-        (
-            *("skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
-            *("add_generation_prompt", "include_reasoning", "separate_reasoning", "stream_reasoning"),
-        ),
-        (True,),
-    ),
-    **dict.fromkeys(("length_penalty", "best_of", "typical_p"), (1,)),
-    "mirostat": (0,),
-    "verbosity": ("medium",),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "truncation": ("disabled",),
-    "summary": ("auto", "detailed", "none"),
-    "allowed_callers": (["direct"],),
-    **dict.fromkeys(("conversation", "prompt", "moderation", "encrypted_content", "max_tool_calls"), ()),
-    **dict.fromkeys(("context_management", "truncate_prompt_tokens", "bad_words", "logits_processors"), ()),
-    **dict.fromkeys(("suffix", "functions", "audio"), ()),
-}
-"""Fields that are not supported, and their values that have no effect, but for empty ones."""
-OTHER_PARTS = {
-    **dict.fromkeys(("image_url", "image", "input_image"), "images"),
-    **dict.fromkeys(("video_url", "video"), "videos"),
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sounds"),
-    **dict.fromkeys(("file", "input_file"), "files"),
-}
-"""Types of parts of messages, and what they hold."""
 Choices = Annotated[list[Text], Field(min_length=1)]
 Schema = dict[str, Any] | Text
 GUIDES: Mapping[str, ConstraintKind]
