@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ _SWITCHES = tuple(
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(?:format\s*=\s*)?(?:'([^']*)'|\"([^\"]*)\")\s*\)")
 _ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
+ID_LENGTH = 9
+_SHORT_IDS = f"length != {ID_LENGTH}"
+"""In Mistral's templates, which refuse other ids of calls."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Where a tokenizer stores templates other than its first one, as *.jinja."""
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -114,11 +118,13 @@ def template_names(
 
 def applied(tokenizer: Any, template: str, messages: Sequence[Message], **options: Any) -> Any:
     """Return what the tokenizer's template makes of messages; developers are the system of one without
-    them."""
+    them, and ids of calls are short for one that takes no others."""
     known = [dict(message) for message in messages]
     for message in known:
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
+    if _SHORT_IDS in template:
+        known = [_with_short_ids(message) for message in known]
     try:
         made = tokenizer.apply_chat_template(known, **options)
     except TypeError:
@@ -132,6 +138,18 @@ def applied(tokenizer: Any, template: str, messages: Sequence[Message], **option
             joined = tokenizer.apply_chat_template(_with_text_arguments(known), **options)
             made = joined if all(json.dumps(each, ensure_ascii=False) in joined for each in given) else made
     return made
+
+
+def _with_short_ids(value: Any) -> Any:
+    """Return a message, its calls or one of them with ids of nine letters and digits."""
+    if isinstance(value, (list, tuple)):
+        return [_with_short_ids(each) for each in value]
+    changed = dict(value)
+    for key in {"id", "tool_call_id"} & changed.keys():
+        name = str(changed[key])
+        is_short = len(name) == ID_LENGTH and name.isalnum()
+        changed[key] = name if is_short else hashlib.sha256(name.encode()).hexdigest()[:ID_LENGTH]
+    return changed | ({"tool_calls": _with_short_ids(calls)} if (calls := changed.get("tool_calls")) else {})
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:

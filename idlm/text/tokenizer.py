@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.files.paths import refuse_pointer
+from idlm.text import calls
 from idlm.text.split_tokens import SplitTokens, restored, written_marks
 from idlm.text.templates import (
     TEMPLATE_FILES,
@@ -47,7 +48,7 @@ USUAL_CHARS_PER_TOKEN, PIECE_CHARS = 16, 1 << 14
 """Texts with more characters per allowed token are encoded in pieces first, of so many characters."""
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Tags in an answer that its readers look for."""
+"""Tags that a text may spell although they are special in some tokenizers."""
 _LINE = "\n"
 
 
@@ -153,9 +154,13 @@ def without_ends(text: str, ends: tuple[str, ...]) -> str:
 @functools.lru_cache(maxsize=16)
 def hidden_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of special tokens that an answer's text leaves out: all but the tags of reasoning and of
-    calls, which are read in the text and are special in some tokenizers only."""
-    tags = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.content in TAGS}
-    return special_token_ids(tokenizer) - tags
+    calls, which are read in the text."""
+    return _special_but(tokenizer, (*TAGS, *calls.TAGS))
+
+
+def _special_but(tokenizer: Any, shown: Collection[str]) -> frozenset[int]:
+    ids = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.content in shown}
+    return special_token_ids(tokenizer) - ids
 
 
 def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
@@ -264,7 +269,8 @@ def encode_messages(
 def _splitter(tokenizer: Any, template: str) -> SplitTokens:
     rendered = functools.partial(render, tokenizer, open_turn=True)
     marks = written_marks(tokenizer, template, rendered, tags=TAGS)
-    return SplitTokens(tokenizer, special_token_ids(tokenizer) | marks, hidden_token_ids(tokenizer) | marks)
+    hidden = _special_but(tokenizer, TAGS) | marks
+    return SplitTokens(tokenizer, special_token_ids(tokenizer) | marks, hidden)
 
 
 def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:

@@ -61,9 +61,9 @@ class ServeConfig(EngineSettings):
         "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template has them",
         "auto",
     )
-    tool_parser: Literal["auto", "none", "hermes"] = option(
-        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template has them", "auto"
-    )
+    tool_parser: Literal[
+        "auto", "none", "hermes", "deepseek", "mistral_args", "mistral", "granite", "llama"
+    ] = option("how answers call tools (docs/serve.md); auto is as the chat template writes it", "auto")
     max_waiting: int | None = option(
         "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None
     )

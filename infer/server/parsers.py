@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.structured.schemas import json_rule, literal
+from idlm.text.calls import FORMATS, CallFormat, format_of
 from idlm.text.thoughts import CLOSE, TAGS, ThoughtReader, num_open
-
-BEGIN, END = "<tool_call>", "</tool_call>"
-STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
-"""A string of JSON, which may have no end yet, or the end of a call."""
 
 
 class ParsedPart(NamedTuple):
@@ -26,15 +23,15 @@ class ParsedPart(NamedTuple):
 
 
 class AnswerParser:
-    """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls.
-    `text_of`: the text of a token."""
+    """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls of this
+    format. `text_of`: the text of a token."""
 
     def __init__(
         self,
         *,
         thinks: bool = False,
         is_open: bool = False,
-        calls: bool = False,
+        calls: CallFormat | None = None,
         text_of: Callable[[int], str] = str,
     ) -> None:
         self.thinks, self._text_of = thinks, text_of
@@ -42,7 +39,7 @@ class AnswerParser:
         self._num_tokens, self._tail = 0, ""
         self._breaks, self._is_blank = "", True
         """Line breaks that end the reasoning so far, and whether it has nothing else."""
-        self._calls = HermesParser() if calls else None
+        self._calls = None if calls is None else CallParser(calls)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -89,47 +86,66 @@ def parses_reasoning(parser: str, template: str) -> bool:
     return parser == "think" or (parser == "auto" and TAGS.search(template) is not None)
 
 
-def parses_calls(parser: str, template: str) -> bool:
-    """The same for calls; other formats have the same tags, and tags for each argument in them."""
-    is_json = "arguments" in template and not any(tag in template for tag in ("<function=", "<arg_key>"))
-    return parser == "hermes" or (parser == "auto" and BEGIN in template and is_json)
+def call_format(parser: str, template: str) -> CallFormat | None:
+    """How calls are parsed; auto: as the template writes them. None: they are not."""
+    return format_of(template) if parser == "auto" else FORMATS.get(parser)
 
 
-class HermesParser:
-    """Calls of tools as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+class CallParser:
+    """Calls of tools in an answer's content, which may come in any parts: the pieces of all parts, with
+    adjacent content joined, are those of the whole text. Calls are released when their group is whole. What
+    is in the tags and is no call stays content, tags included. Space before and after calls belongs to
+    nothing. `calls_grammar` is the other direction: whatever matches it is read back as calls of the given
+    tools."""
 
-    A machine over an answer's content, which may come in any parts: the pieces of all parts, with adjacent
-    content joined, are those of the whole text. A call is released when it is whole. What is in the tags and
-    is no call stays content, tags included. Space before and after calls belongs to nothing. `calls_grammar`
-    is the other direction: whatever matches it is read back as calls of the given tools."""
-
-    def __init__(self) -> None:
-        self._held, self._space = "", ""
-        self._is_call, self._follows_call = False, False
+    def __init__(self, given: CallFormat) -> None:
+        self._format, self._held, self._space = given, "", ""
+        self._begun: str | None = None
+        """What began the group that is read."""
+        self._may_be_bare, self._follows_call = given.is_bare, False
+        tag = re.escape(given.end)
+        self._strings = re.compile(rf'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|{tag}', re.DOTALL)
+        """A string of JSON, which may have no end yet, or the end of a group."""
 
     def push(self, text: str, *, is_last: bool = False) -> list[ParsedPart]:
         self._held += text
         pieces: list[ParsedPart] = []
-        while self._is_call or self._held:
-            if not self._is_call:
-                text, begin, rest = self._held.partition(BEGIN)
-                kept = text if begin or is_last else text[: len(text) - num_open(text, BEGIN)]
-                pieces += self._content(kept)
-                self._held, self._is_call = (rest, True) if begin else (text[len(kept) :], False)
-                if not begin:
+        while self._begun is not None or self._held:
+            if self._begun is None:
+                text, begin, rest = self._found(is_last=is_last)
+                pieces += self._content(text)
+                self._held, self._begun = rest, begin
+                if begin is None:
                     break
-            body, end, rest = _partition(self._held, is_last=is_last)
+            body, end, rest = self._partition(self._held, is_last=is_last)
             if not end and not is_last:
                 break
-            if (call := read_call(body)) is None:
-                pieces += self._content(BEGIN + body + end)
-            else:
-                pieces.append(call)
+            assert self._begun is not None
+            if calls := self._format.read(body):
+                pieces += [ParsedPart("call", call.arguments, call.name) for call in calls]
                 self._space, self._follows_call = "", True
-            self._held, self._is_call = rest, False
+            else:
+                pieces += self._content(self._begun + body + end)
+            self._held, self._begun = rest, None
         if is_last and not self._follows_call:
             pieces += [ParsedPart("content", self._space)] if self._space else []
         return pieces
+
+    def _found(self, *, is_last: bool) -> tuple[str, str | None, str]:
+        """The content before a group, what begins the group, and the rest; None if nothing does yet."""
+        held, begin = self._held, self._format.begin
+        if self._may_be_bare:
+            start = held.lstrip()
+            if not start and not is_last:
+                return "", None, held
+            self._may_be_bare = False
+            if start.startswith("{"):
+                return held[: len(held) - len(start)], "", start
+        text, found, rest = held.partition(begin)
+        if found:
+            return text, found, rest
+        kept = text if is_last else text[: len(text) - num_open(text, begin)]
+        return kept, None, text[len(kept) :]
 
     def _content(self, text: str) -> list[ParsedPart]:
         """Content; space at its end is held until more content follows."""
@@ -141,22 +157,27 @@ class HermesParser:
         kept, self._follows_call = kept.lstrip() if self._follows_call else kept, False
         return [ParsedPart("content", kept)]
 
-
-def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
-    """The text before the end of a call, the end, and what follows. An end tag inside a JSON string does not
-    count, unless nothing else ends the call."""
-    if END not in text and not is_last:
-        return text, "", ""
-    found = next((one for one in STRING.finditer(text) if one[0] == END), None)
-    if found is None and not is_last:
-        return text, "", ""
-    if found is None or read_call(text[: found.start()]) is None:
-        return text.partition(END)
-    return text[: found.start()], END, text[found.end() :]
+    def _partition(self, text: str, *, is_last: bool) -> tuple[str, str, str]:
+        """The text before the end of a group, the end, and what follows. An end tag inside a JSON string does
+        not count, unless nothing else ends the group."""
+        tag = self._format.end
+        if not tag or (tag not in text and not is_last):
+            return text, "", ""
+        found = next((one for one in self._strings.finditer(text) if one[0] == tag), None)
+        if found is None and not is_last:
+            return text, "", ""
+        if found is None or not self._format.read(text[: found.start()]):
+            return text.partition(tag)
+        return text[: found.start()], tag, text[found.end() :]
 
 
 def calls_grammar(
-    tools: Mapping[str, Any], *, is_forced: bool, has_many: bool, answer: Sequence[str] = ()
+    given: CallFormat,
+    tools: Mapping[str, Any],
+    *,
+    is_forced: bool,
+    has_many: bool,
+    answer: Sequence[str] = (),
 ) -> str:
     """Lark grammar of answers that call tools: JSON schemas of the arguments by name, each of an object.
     `is_forced`: the answer is calls, at least one, else text with calls in it; `has_many`: it may have more
@@ -165,28 +186,18 @@ def calls_grammar(
     options, is_whole = {} if is_forced else {"no_forcing": True}, is_forced or bool(answer)
     lines, names = [f"%llguidance {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
-        head, tail = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{END}"
-        begin = literal(BEGIN + head) if is_whole else f"begin {literal(head)}"
-        lines.append(f"{rule}: {begin} {json_rule(schema)} {literal(tail)}")
-    call = f"({' | '.join(names)})"
+        opening, closing = literal(given.opened(name)), literal(given.closing)
+        lines.append(f"{rule}: {opening} {json_rule(schema)} {closing}")
+    more = f"({literal(given.between)} call)*" if has_many and given.between else ""
+    lines += [f"call: {' | '.join(names)}", f"calls: {given.lead} call {more} {literal(given.finish)}"]
+    tag, any_text = literal(given.begin), r"(.|\n)*"
     if is_whole:
-        calls = f'{call} ("\\n" {call})*' if has_many else call
-        return "\n".join([*lines, f"start: {calls}{' | answer' if answer else ''}", *answer])
-    lines += [f"begin[lazy]: TEXT {literal(BEGIN)}", r"TEXT: /(.|\n)*/"]
-    lines.append(rf"LAST: /(.|\n)*/ & ~/(.|\n)*{BEGIN}(.|\n)*/")
-    return "\n".join([*lines, f"start: {call}{'*' if has_many else '?'} LAST"])
-
-
-def read_call(body: str) -> ParsedPart | None:
-    """The call of a JSON object with a name and, if there are any, arguments; None for anything else."""
-    try:
-        call = json.loads(body)
-        if not isinstance(call, dict):
-            return None
-        name, arguments = call.get("name"), call.get("arguments", {})
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-        return None
-    return ParsedPart("call", text, name)
+        group = "calls" if given.is_bare else f"{tag} calls"
+        again = rf'("\n" {group})*' if has_many and given.between is None else ""
+        return "\n".join([*lines, f"start: {group} {again}{' | answer' if answer else ''}", *answer])
+    lines.append(f"LAST: /{any_text}/ & ~/{any_text}{re.escape(given.begin)}{any_text}/")
+    if given.is_bare:
+        return "\n".join([*lines, f"ELSE: LAST & ~/\\s*\\{{{any_text}/", f"start: {tag}? calls | ELSE"])
+    lines += [f"begin[lazy]: TEXT {tag}", f"TEXT: /{any_text}/"]
+    start = f"(begin calls){'*' if has_many else '?'} LAST" if given.end else "begin calls | LAST"
+    return "\n".join([*lines, f"start: {start}"])

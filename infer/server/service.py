@@ -24,11 +24,12 @@ from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, FieldError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
+from idlm.infer.server.parsers import AnswerParser, call_format, parses_reasoning
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
 from idlm.infer.server.replies.choices import Shown, TokenTexts
 from idlm.infer.server.replies.stored import ResponseStore
 from idlm.infer.server.templates import TemplateProcess
+from idlm.text.calls import CallFormat
 from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
 from idlm.text.templates import all_template_text, render
@@ -135,6 +136,7 @@ class Service:
         return self._stores.setdefault(owner, ResponseStore(share))
 
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
+        body.calls_as(self._call_format)
         with self.checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             if params.stop and params.stop_in_reasoning is None:
@@ -152,7 +154,7 @@ class Service:
         tools = [tool.plain() for tool in body.callable_tools]
         if tools and "tools" not in self.template_variables:
             raise FieldError("tools", "the model's chat template does not support tools")
-        if tools and not parses_calls(self.config.tool_parser, all_template_text(self.tokenizer)):
+        if tools and self._call_format is None:
             rule = "no parser for the calls of this model; the server's option is tool_parser"
             raise FieldError("tools", rule)
         encode = functools.partial(
@@ -211,10 +213,15 @@ class Service:
             AnswerParser,
             thinks=thinks,
             is_open=thinks and is_opened(self.tokenizer, generation.prompts[0]),
-            calls=body is not None and bool(body.callable_tools),
+            calls=self._call_format if body is not None and body.callable_tools else None,
             text_of=self.token_texts.text,
         )
         return Shown(generation.params.adapter or self.model_name, self.token_texts, parser)
+
+    @property
+    def _call_format(self) -> CallFormat | None:
+        """How the model calls tools; None if nothing reads its calls."""
+        return call_format(self.config.tool_parser, all_template_text(self.tokenizer))
 
     def _thinks(self, body: ChatRequest) -> bool:
         """Whether an answer may begin with reasoning, as none does whose first token is constrained."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import MAX_BIAS, Constraint, ConstraintKind, SamplingParams
@@ -29,6 +29,7 @@ from idlm.infer.server.protocol.body import (
     joined_text,
 )
 from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
+from idlm.text.calls import FORMATS, CallFormat
 
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
@@ -261,6 +262,11 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    _format: CallFormat = PrivateAttr(default=FORMATS["hermes"])
+
+    def calls_as(self, given: CallFormat | None) -> None:
+        """Let constraints be of calls in this format."""
+        self._format = given or self._format
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; of OpenAI's two names of the longest answer the newer one wins."""
@@ -306,13 +312,14 @@ class ChatRequest(SamplingFields):
             tools = [tool for tool in tools if tool.function.name == name]
         schemas = {tool.function.name: tool.arguments_schema(is_free=not self.must_call) for tool in tools}
         if not given or self.must_call:
-            text = calls_grammar(schemas, is_forced=self.must_call, has_many=has_many)
+            text = calls_grammar(self._format, schemas, is_forced=self.must_call, has_many=has_many)
             return [*given, ("tools", "grammar", text)]
         [(field, kind, value)] = given
         if kind == "grammar":
             raise FieldError(field, "not with tools; set tool_choice=none, or give a schema, regex or choice")
         answer = answer_rules(Constraint(kind=kind, text=value))
-        return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]
+        text = calls_grammar(self._format, schemas, is_forced=False, has_many=has_many, answer=answer)
+        return [(field, "grammar", text)]
 
     def plain_messages(self) -> list[dict[str, Any]]:
         return [message.plain(f"messages.{number}") for number, message in enumerate(self.messages)]

@@ -14,12 +14,14 @@ import torch
 from idlm.contracts import Constraint, ConstraintKind
 from idlm.infer.server.parsers import calls_grammar
 from idlm.infer.structured.grammar import WORD_BITS, GrammarCompiler, compute_bits
+from idlm.text.calls import FORMATS
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_byte_fallback, save_tagged
 
 VOCAB = 272
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>'
+HERMES = FORMATS["hermes"]
 TOOLS: dict[str, Any] = {"f": {"type": "object"}}
 MATCHES: list[tuple[ConstraintKind, str, str]] = [
     ("choice", '["<tool_call>", "a</think>"]', "a</think>"),
@@ -28,9 +30,13 @@ MATCHES: list[tuple[ConstraintKind, str, str]] = [
     ("json_schema", '{"enum": ["<think>", "<|fim_pad|>x"]}', '"<|fim_pad|>x"'),
     ("json_object", "", '{"a": "<think>"}'),
     ("grammar", r'start: <think> /[<a-z]*\// </think> "<think>" // <think>', "<think>why</</think><think>"),
-    ("grammar", calls_grammar(TOOLS, is_forced=True, has_many=True), f"{CALL}\n{CALL}"),
-    ("grammar", calls_grammar(TOOLS, is_forced=False, has_many=True), f"<think>\nwhy</think>\n{CALL}"),
-    ("grammar", calls_grammar(TOOLS, is_forced=False, has_many=False), "<think></think>no call"),
+    ("grammar", calls_grammar(HERMES, TOOLS, is_forced=True, has_many=True), f"{CALL}\n{CALL}"),
+    (
+        "grammar",
+        calls_grammar(HERMES, TOOLS, is_forced=False, has_many=True),
+        f"<think>\nwhy</think>\n{CALL}",
+    ),
+    ("grammar", calls_grammar(HERMES, TOOLS, is_forced=False, has_many=False), "<think></think>no call"),
 ]
 
 
@@ -102,7 +108,7 @@ def test_calls_may_be_spelled_in_the_models_way(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tagged(tmp_path, words=words))
     token_ids = tokenizer.encode(f"<tool_call>{words[0]}</tool_call>", add_special_tokens=False)
     assert len(token_ids) == 3
-    text = calls_grammar(TOOLS, is_forced=False, has_many=False)
+    text = calls_grammar(HERMES, TOOLS, is_forced=False, has_many=False)
     assert takes(GrammarCompiler(tokenizer, VOCAB, [258]), "grammar", text, token_ids)
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
+from idlm.infer.server.parsers import AnswerParser, call_format, parses_reasoning
+from idlm.text.calls import FORMATS
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'
 CALLED = ("call", "add", '{"a": 1, "b": "é<"}')
@@ -30,9 +31,10 @@ KINDS: list[dict[str, bool]] = [
 ]
 
 
-def parsed(parts: list[str], **kind: bool) -> list[tuple[str, str, str]]:
+def parsed(parts: list[str], *, calls: bool | str = False, **kind: bool) -> list[tuple[str, str, str]]:
     """All pieces (kind, name, text), adjacent ones of one kind joined unless they are calls."""
-    parser, joined = AnswerParser(**kind), list[tuple[str, str, str]]()
+    given = FORMATS[calls if isinstance(calls, str) else "hermes"] if calls else None
+    parser, joined = AnswerParser(calls=given, **kind), list[tuple[str, str, str]]()
     for number, part in enumerate(parts, start=1):
         for piece in parser.push(part, is_last=number == len(parts)):
             assert piece.text
@@ -130,6 +132,15 @@ def test_which_templates_ask_for_parsers() -> None:
     opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
     reasoning = [parses_reasoning("auto", text) for text in (qwen3, opened, coder, "")]
     assert reasoning == [True, True, False, False]
-    assert [parses_calls("auto", text) for text in (qwen3, coder, glm)] == [True, False, False]
-    assert parses_calls("hermes", "") and parses_reasoning("think", "")
-    assert not parses_calls("none", qwen3) and not parses_reasoning("none", qwen3)
+    assert [call_format("auto", text) for text in (qwen3, coder, glm)] == [FORMATS["hermes"], None, None]
+    for text, name in (
+        ("[INST] [TOOL_CALLS] [{{ call }}]", "mistral"),
+        ("[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}", "mistral_args"),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("respond with <|tool_call|> followed by a JSON list", "granite"),
+        ('<|start_header_id|>{{ \'{"name": "\' + call.name + \'", "parameters": \' }}', "llama"),
+    ):
+        assert call_format("auto", text) is FORMATS[name]
+    assert call_format("auto", "<|start_header_id|>") is None
+    assert call_format("hermes", "") is FORMATS["hermes"] and parses_reasoning("think", "")
+    assert call_format("none", qwen3) is None and not parses_reasoning("none", qwen3)

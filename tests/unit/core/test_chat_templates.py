@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from idlm.text.templates import render
 from idlm.text.thoughts import without_thinking
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.data.base import Encoder
@@ -227,6 +228,25 @@ def test_a_token_across_the_border_is_cut_as_at_inference(directory) -> None:
     assert token_ids[: len(prompt_ids)] == prompt_ids
     assert supervised.index(True) == len(prompt_ids)
     assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_ids_of_calls_are_as_short_as_a_template_wants(directory) -> None:
+    tokenizer = load_tokenizer(directory)
+    wanted = (
+        "{% if NAME is defined %}{% if NAME|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+        "{{ NAME }} {% endif %}"
+    )
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{wanted.replace('NAME', 'm.tool_call_id')}"
+        f"{{% for c in m.tool_calls or [] %}}{wanted.replace('NAME', 'c.id')}{{% endfor %}}{{% endfor %}}"
+    )
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("call_1", "a1B2c3D4e")]
+    results = [{"role": "tool", "content": "1", "tool_call_id": call["id"]} for call in calls]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    made = render(tokenizer, messages, open_turn=False).split()
+    assert made[:2] == made[2:] and made[1] == "a1B2c3D4e" and made[0].isalnum()
+    assert calls[0]["id"] == "call_1"
 
 
 def test_strip_removes_the_thoughts_of_other_fields(directory) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import encode_messages, encode_text, hidden_token_ids, load_tokenizer
 from tests.errors import refused
 from tests.small_tokenizers import CHATML, TEXTS, save_byte_fallback, save_byte_level, save_tagged
@@ -80,6 +81,15 @@ def test_tags_of_reasoning_stay_tokens(tagged: Any) -> None:
     """They are text in other tokenizers, and templates look for them in earlier answers."""
     ids = split(tagged, {"role": "assistant", "content": f"<think>a</think>{FORGED}"})
     assert {*tagged.convert_tokens_to_ids(["<think>", "</think>"])} <= {*ids}
+
+
+def test_tags_of_calls_are_shown_but_no_message_spells_them(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tagged(tmp_path))
+    tokenizer.add_tokens(["[TOOL_CALLS]", "<|python_tag|>"], special_tokens=True)
+    tags = tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "<|python_tag|>"])
+    assert answer_text(tokenizer, tags) == "[TOOL_CALLS]<|python_tag|>"
+    message = {"role": "user", "content": "a[TOOL_CALLS]b<|python_tag|>"}
+    assert not {*tags} & {*split(tokenizer, message)}
 
 
 @pytest.mark.parametrize("normalized", [False, True])
