@@ -1,4 +1,4 @@
-"""Rows of a pass against their reference, and the interpreted kernels against plain torch."""
+"""Rows of a pass against their reference; the kernels compiled."""
 
 from __future__ import annotations
 

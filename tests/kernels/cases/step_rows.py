@@ -98,7 +98,7 @@ class Case:
         return results | dict(zip(("known", "computed", "tokens", "steps"), known, strict=True))
 
 
-def commit_many(device: str) -> list[Tensor]:
+def commit_many(device: str) -> dict[str, Tensor]:
     """The state of lanes after commits of many tokens, of none, and of more than a lane holds."""
     num_tokens, length = 600, 700
     known_Z = torch.tensor([50, 0, 300, 7], device=device)
@@ -121,4 +121,4 @@ def commit_many(device: str) -> list[Tensor]:
         num_emitted_B=torch.tensor([num_tokens, num_tokens, 0], device=device),
         num_computed_B=torch.tensor([5, 0, 0], device=device),
     )
-    return [known_Z, computed_Z, tokens_ZL[:, :-1], steps_Z]
+    return {"known": known_Z, "computed": computed_Z, "tokens": tokens_ZL[:, :-1], "steps": steps_Z}
