@@ -23,6 +23,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, engine_name, require_tokenizer
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.arms import sum_columns, with_engine
+from idlm.infer.models.base import OtherLayers
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import Prompt
 from idlm.infer.runtime.logprobs import ROWS_AT_ONCE
@@ -165,17 +166,18 @@ def measure_conversion(
 @torch.inference_mode()
 def clean_rows(model: LoadedModel, answers: Sequence[Answer]) -> CleanRows:
     """Run the model over each text, without MASK rows, and keep the rows that predict its answer."""
-    found, trunk, device, width = [], model.trunk, model.device, model.spec.head_dim
+    found, trunk, device, spec = [], model.trunk, model.device, model.spec
     for token_ids, scored in answers:
         positions_R = torch.arange(len(token_ids), device=device)
         cache = KVCache(
-            (1, len(token_ids), model.local.num_kv_heads, width), dtype=model.dtype, device=device
+            (1, len(token_ids), model.local.num_kv_heads, spec.head_dim), dtype=model.dtype, device=device
         )
-        kv = WholeText(cache=cache, slot_mapping_R=positions_R, scale=width**-0.5)
+        kv = WholeText(
+            cache=cache, slot_mapping_R=positions_R, scale=spec.score_scale, others=spec.variant.others
+        )
         hidden_RD = trunk(torch.tensor(token_ids, device=device), positions_R, kv)
         found.append(hidden_RD[torch.tensor(scored, device=device) - 1].cpu())
-    linears, head = trunk.linears, trunk.head
-    return torch.cat(found), lambda hidden_YD: linears.linear(hidden_YD.to(device), head)
+    return torch.cat(found), lambda hidden_YD: trunk.logits(hidden_YD.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +185,14 @@ class WholeText(PagedKV):
     """Keys and values of one text, which no later pass reads, so that the memory of one layer serves all."""
 
     plan: Any = None
+    others: OtherLayers | None
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         q, k, v = (each.transpose(0, 1)[None] for each in (q_RNH, *self.cache.layer(number)))
-        out_1NRH = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        seen_RR = self.slot_mapping_R[:, None] >= self.slot_mapping_R
+        if self.others is not None and self.others.window is not None and number in self.others.numbers:
+            seen_RR = seen_RR.triu(1 - self.others.window)
+        out_1NRH = F.scaled_dot_product_attention(q, k, v, seen_RR, scale=self.scale, enable_gqa=True)
         return out_1NRH[0].transpose(0, 1)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +80,29 @@ def test_changed_weights_have_the_divergence_of_a_plain_computation(changed: Pat
     assert found.kl == pytest.approx(sum(kl) / len(kl), rel=1e-3) and found.kl > 0.05
     assert found.agreement == pytest.approx(sum(same) / len(same)) and 0 < found.agreement < 1
     assert found.entropy == pytest.approx(sum(entropy) / len(entropy), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 17, "sliding_window": 7, "head_dim": 10}),
+        ("GraniteForCausalLM", {"attention_multiplier": 0.21, "logits_scaling": 1.9}),
+    ],
+)
+def test_rows_of_families_that_scale_scores_and_logits_or_see_windows(
+    family: str, own: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    theirs = getattr(transformers, family)
+    torch.manual_seed(0)
+    reference = theirs(theirs.config_class(**sizes, **heads, **own, initializer_range=0.3)).eval()
+    reference.save_pretrained(tmp_path)
+    rows_ID, head = rows_of(tmp_path)
+    with torch.no_grad():
+        logits = [reference(torch.tensor([token_ids])).logits[0] for token_ids, _ in ANSWERS]
+    expected = [each[[at - 1 for at in scored]] for each, (_, scored) in zip(logits, ANSWERS, strict=True)]
+    torch.testing.assert_close(head(rows_ID), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def compared(own: Path, monkeypatch: pytest.MonkeyPatch, base: Path = TINY) -> Conversion | None:
