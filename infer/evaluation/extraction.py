@@ -88,7 +88,7 @@ def function_block(text: str, names: Sequence[str] = (), *, stub: str = "") -> s
         if stub and (code := _with_body(stub, fenced or [text], names)):
             return code
         found = [block for block in blocks if _FUNCTION.search(block)]
-    full = [block for block in found if not _is_stub(block)] or found
+    full = [block for block in found if not _is_stub(block, names)] or found
     return _completed(full[-1], blocks, names) + _methods(full[-1], names) if full else None
 
 
@@ -96,7 +96,7 @@ def _unfenced(text: str) -> list[str]:
     """The text, without marks such as [DONE], if it is Python, else its first part that has a function."""
     text = re.sub(r"^\[/?[A-Z]+\]$|\A\s*python\d*$", "", text, flags=re.MULTILINE)
     begins = (begin.start() for begin in itertools.islice(_BEGIN.finditer(text), MAX_TRIALS))
-    codes = [f"{text.strip()}\n"] if _body(text) else (_whole(text[begin:]) for begin in begins)
+    codes = [f"{text.strip()}\n"] if statements(text) else (_whole(text[begin:]) for begin in begins)
     return [*itertools.islice(filter(_FUNCTION.search, codes), 1)]
 
 
@@ -120,38 +120,40 @@ def _with_body(stub: str, bodies: Sequence[str], names: Sequence[str]) -> str | 
         forms = body.strip("\n"), f"    {body.strip()}", textwrap.indent(body, "    ")
         codes = [_whole(f"{stub.rstrip()}\n{form}\n") for form in forms]
         code = max(codes, key=lambda each: each.count("\n"))
-        functions = (node for node in _body(code) if not {*names}.isdisjoint(_bound(node)))
-        if not all(_is_stub(ast.unparse(node)) for node in functions):
+        functions = (node for node in statements(code) if not {*names}.isdisjoint(_bound(node)))
+        if not all(_is_stub(ast.unparse(node), names) for node in functions):
             return code
     return None
 
 
 def _methods(code: str, names: Sequence[str]) -> str:
     """Names that a class of the code defines, as functions."""
-    bound = {name for node in _body(code) for name in _bound(node)}
+    bound = {name for node in statements(code) for name in _bound(node)}
     return "".join(
         f"{each.name} = {node.name}().{each.name}\n"
-        for node in _body(code)
+        for node in statements(code)
         if isinstance(node, ast.ClassDef)
         for each in node.body
         if isinstance(each, ast.FunctionDef) and each.name in {*names} - bound
     )
 
 
-def _body(code: str) -> list[ast.stmt]:
+def statements(code: str) -> list[ast.stmt]:
     """The statements of the code; none where it is not Python."""
     with suppress(*UNPARSED):
         return ast.parse(code).body
     return []
 
 
-def _is_stub(code: str) -> bool:
-    """Whether no function of the code has a body."""
-    nodes = itertools.chain.from_iterable(map(ast.walk, _body(code)))
+def _is_stub(code: str, names: Sequence[str]) -> bool:
+    """Whether no function of the code with one of the names has a body, or none at all."""
+    nodes = itertools.chain.from_iterable(map(ast.walk, statements(code)))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return bool(functions) and all(
-        isinstance(each, ast.Pass) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-        for function in functions
+    wanted = [each for each in functions if each.name in names] or functions
+    return bool(wanted) and all(
+        isinstance(each, ast.Pass | ast.Import | ast.ImportFrom)
+        or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        for function in wanted
         for each in function.body
     )
 
@@ -164,7 +166,7 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
     bound, lacking = set[str](), [*names]
     with suppress(*UNPARSED):
         lacking += _globals_of(code)
-        bound |= {name for node in _body(code) for name in _bound(node)}
+        bound |= {name for node in statements(code) for name in _bound(node)}
         others = [*range(position - 1, -1, -1), *range(position + 1, len(blocks))]
         for index, line, source in _definitions("annotations", blocks, others):
             if source.startswith("from __future__"):
@@ -185,7 +187,7 @@ def _completed(code: str, blocks: Sequence[str], names: Sequence[str]) -> str:
 def _definitions(name: str, blocks: Sequence[str], order: Sequence[int]) -> Iterator[tuple[int, int, str]]:
     """Statements of the blocks that define the name: block, line and text."""
     for index in order:
-        for node in reversed(_body(blocks[index])):
+        for node in reversed(statements(blocks[index])):
             if not {name, "*"}.isdisjoint(_bound(node)):
                 yield index, node.lineno, ast.unparse(node)
 

@@ -45,29 +45,36 @@ FORMS: dict[str, Callable[[Any], list[Any]]] = {
     "array.array": lambda value: [value.typecode, value.tolist()],
 }
 """What other classes are made of again: by their constructors, or `fromisoformat`."""
+ACCESS = {"Handle.get": getattr, "Handle.set": setattr}
+"""How attributes of objects are read and set, by names that no function of the candidate has."""
 
 Message = dict[str, Any]
 
 
 class Handle:
-    """An object of the candidate as the checker sees it: equal to nothing but itself."""
+    """An object of the candidate as the checker sees it: equal to nothing but itself. Its public attributes
+    are those of the object."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, wire: Wire) -> None:
+        vars(self).update(_number=number, _wire=wire)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._wire.call("Handle.get", (self, name), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._wire.call("Handle.set", (self, name, value), {})
 
 
 class Items(Handle):
     """An iterator of the candidate."""
 
-    def __init__(self, number: int, wire: Wire) -> None:
-        super().__init__(number)
-        self._wire = wire
-
     def __iter__(self) -> Items:
         return self
 
     def __next__(self) -> Any:
-        return self._wire.result(self._wire.exchange({"next": self.number}))
+        return self._wire.result(self._wire.exchange({"next": self._number}))
 
 
 class Lost(BaseException):
@@ -84,8 +91,8 @@ class Wire:
         self._numbers: dict[int, int] = {}
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function of the candidate, which may change its arguments. Raises what it raises,
-        TypeError for an argument that is not plain data."""
+        """The result of a function of the candidate or of ACCESS, which may change its arguments. Raises what
+        it raises, TypeError for an argument that is not plain data."""
         named = {key: self.pack(item) for key, item in kwargs.items()}
         reply = self.exchange({"call": name, "args": [self.pack(item) for item in args], "kwargs": named})
         for number, now in reply.get("changed", ()):
@@ -116,8 +123,8 @@ class Wire:
         values = [self.unpack(item) for item in given]
         num = len(message["args"])
         named = dict(zip(message["kwargs"], values[num:], strict=True))
-        module = sys.modules["candidate"]
-        reply = self.attempt(lambda: getattr(module, message["call"])(*values[:num], **named))
+        module, name = sys.modules["candidate"], message["call"]
+        reply = self.attempt(lambda: (ACCESS.get(name) or getattr(module, name))(*values[:num], **named))
         after = enumerate(map(self.pack, values))
         return reply | {"changed": [[number, now] for number, now in after if now != given[number]]}
 
@@ -154,7 +161,7 @@ class Wire:
 
     def _pack_frozen(self, value: Any) -> Any:
         if isinstance(value, Handle):
-            return {"object": value.number}
+            return {"object": value._number}
         if isinstance(value, Iterator) and self.exchange is None:
             return self._stored("iterator", value)
         for kind, (each, _) in FROZEN.items():
@@ -203,7 +210,7 @@ class Wire:
             case "dict" | "Counter" | "OrderedDict":
                 return MUTABLE[kind]({self.unpack(key): self.unpack(item) for key, item in held})
             case "object":
-                return self.objects[held] if self.exchange is None else Handle(held)
+                return self.objects[held] if self.exchange is None else Handle(held, self)
             case "iterator":
                 return Items(held, self)
         items = [self.unpack(item) for item in held]

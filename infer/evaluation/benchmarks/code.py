@@ -9,12 +9,13 @@ import re
 from typing import ClassVar
 
 from idlm.errors import UserError
-from idlm.infer.evaluation.extraction import function_block
+from idlm.infer.evaluation.extraction import function_block, statements
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
 from idlm.infer.evaluation.sandbox import Program, Sandbox
 from idlm.tasks import Grade
 
 _FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)$", re.MULTILINE)
+_IMPORT = re.compile(r"^(?:import|from) .*$", re.MULTILINE)
 
 
 class CodeTask(FileTask):
@@ -115,10 +116,11 @@ class Mbpp(CodeTask):
 
     def program(self, record: Record, code: str) -> Program:
         """The tests reach the functions and classes of the reference, and no other name, such as the code's
-        `set`."""
+        `set`. The code has the imports of the set-up, which may make objects of the code's classes."""
         test = "\n".join([record["setup"], *record["test_list"]])
         names = {name: name for name in defined_names(record["code"])}
-        return Program(code=_after(record["setup"], code), test=test, functions=names)
+        imports = "\n".join(_IMPORT.findall(record["setup"]))
+        return Program(code=_after(imports, code), test=test, functions=names)
 
 
 def _after(setup: str, code: str) -> str:
@@ -128,8 +130,4 @@ def _after(setup: str, code: str) -> str:
 
 def defined_names(code: str) -> list[str]:
     """Functions and classes of a module; none of a text that is no Python."""
-    try:
-        nodes = ast.parse(code).body
-    except SyntaxError:
-        return []
-    return [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [node.name for node in statements(code) if isinstance(node, ast.FunctionDef | ast.ClassDef)]

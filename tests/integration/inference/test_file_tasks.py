@@ -123,6 +123,13 @@ def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
     refused("holds no problem", _task, tmp_path, "mbpp", {**MBPP, "task_id": 7})
 
 
+def test_the_set_up_of_mbpp_makes_objects_of_the_answer(tmp_path: Path, ran: list[Program]) -> None:
+    code = "class Node:\n    def __init__(self, x): self.x = floor(x)\ndef value(node): return node.x"
+    setup = {"test_imports": [], "test_setup_code": "from math import floor\nroot = Node(7.5)"}
+    task = _task(tmp_path, "mbpp", {**MBPP, **setup, "code": code, "test_list": ["assert value(root) == 7"]})
+    assert task.grade(task.sample(0, "test"), _answer(code)).correct
+
+
 def test_code_runs_only_when_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sandbox, "run", None)
     monkeypatch.setattr(Engine, "from_pretrained", None)

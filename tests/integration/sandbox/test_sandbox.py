@@ -116,6 +116,9 @@ def test_a_right_program_passes_and_a_wrong_one_says_why() -> None:
 def test_objects_stay_in_the_program_and_come_back_as_they_were() -> None:
     code = "class P:\n    def __init__(self, x): self.x = x\ndef total(ps): return sum(p.x for p in ps)"
     assert judged(code, "assert total([P(1), P(2)]) == 3", ("P", "total")).passed
+    tree = "p = P(P(1))\np.x.x = 5\nassert total([p.x]) == p.x.x == 5"
+    assert judged(code, tree, ("P", "total")).passed
+    assert "'P' object has no attribute 'y'" in judged(code, "P(1).y", ("P",)).reason
 
 
 @needs_sandbox

@@ -162,6 +162,7 @@ PARTS = {
     "a loop in parts": (["def f(x):\n    for y in (x, x + 1):", "        z = y\n    return z"], 1),
     "a line quoted": (["def f(x):\n    x += 1\n    return x", "    x += 1", "return x"], 1),
     "the signature last": (["def f(x):\n    return x + 1", "def f(x: int) -> int: ..."], 1),
+    "the stub last": (["def f(x):\n    return x + 1", f"{HELPER}def f(x):\n    import math\n    ..."], 1),
     "code that is cut": (["def g(x) return", HELPER, CALLER], 1),
     "indented after another": (["def g(x):\n    pass", "    def f(x):\n        return 2"], 1),
 }
