@@ -22,11 +22,12 @@ from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import LatexExtractionConfig, parse, parser, verify
-from sympy import And, Expr, Ge, Gt, Le, Lt, Or, Symbol, UnevaluatedExpr
+from sympy import Abs, And, Expr, Ge, Gt, Le, Lt, Or, Symbol, UnevaluatedExpr
 
 # Else K is k, and E is the number e.
 parser.latex2sympy = partial(parser.latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))
 
+NFKC = partial(unicodedata.normalize, "NFKC")
 FOLDER = Path(__file__).parent
 MEMORY = 4 << 30
 MAX_GAP = 1e-5
@@ -39,7 +40,8 @@ ABBREVIATION = r"(?:[cdk]m|mm|k?mph|ft|mi|yd|in|[km]g|lbs?|oz|m[lL]|hrs?|ms)"
 MEASURE = rf"(?:sq\.?\s+)?(?:m(?=[/^])|units?|{ABBREVIATION})\.?(?:/[a-z]+)?(?:\^\{{?[23]\}}?)?"
 CHANGE = (
     r"(?:plus|minus|times|divided|over|mod|squared|cubed|factorial|choose|and|negative|(?:less|more) than"
-    r"|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-z ]*below)\b"
+    r"|or (?:more|less|fewer)|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
+    r"|[a-z ]*below)\b"
 )
 """Words after a number that change it."""
 UNIT = re.compile(
@@ -50,7 +52,7 @@ UNIT = re.compile(
 UNIT_OF_NUMBER = re.compile(rf"(?:(?<=[\d}}])|(?<=\\pi))\s*(?:{ABBREVIATION}|[mgsLh])\.?$")
 """What may be a variable too: a unit where the right answer has no letter."""
 UNIT_AS_TEXT = re.compile(
-    rf"(?<=[^\s{{(\[,])(?:\s*/?\\(?:text|textrm|mbox|mathrm)\s*\{{(?!\s*{CHANGE})[^{{}}]*\}}"
+    rf"(?<=[^\s{{(\[,])(?:\s*/?\\(?:text|textrm|mbox|mathrm)\s*\{{(?!\s*{CHANGE}|[^{{}}]*\s\d)[^{{}}]*\}}"
     r"(?:\^\{?-?\d\}?)?)+$"
 )
 UNITS = {
@@ -60,9 +62,9 @@ UNITS = {
 }
 """Units by their names, and words that differ from each other as units do."""
 # The units that math-verify removes are variables as well: c, d, s, t.
-NORMALIZATION = NormalizationConfig(malformed_operators=True, nits=True)
-RELATIONS = (Ge, Gt, Le, Lt)
-EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALIZATION),)
+EXTRACTION = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(malformed_operators=True, nits=True)
+)
 SCALES = {"dozen": 12, "hundred": 100} | {
     name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), start=1)
 }
@@ -70,6 +72,13 @@ SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\b({'|'.join(SCALES)})\b(?!\
 NAMES = (FOLDER / "numbers.txt").read_text(encoding="utf-8").split()
 NUMBERS = dict(zip(NAMES, (*range(20), *range(20, 100, 10)), strict=True))
 NUMBER = re.compile(rf"\b(?:({'|'.join(NAMES[20:])})[\s-]+)?({'|'.join(NAMES)})\b", re.IGNORECASE)
+PARTS = (FOLDER / "parts.txt").read_text(encoding="utf-8").split()
+DENOMINATORS = dict(zip(PARTS, (2, 2, 3, 4, *range(4, 11)), strict=True))
+PART = re.compile(
+    rf"(?:\b(\d+|{'|'.join(NAMES)})\s+and\s+)?(?:\b(?:an?|({'|'.join(NAMES)}))[\s-]+|(?<![\w\s-]))"
+    rf"({'|'.join(PARTS)})s?\b",
+    re.IGNORECASE,
+)
 QUANTITIES = re.compile(
     r"\\(?:text|mbox)\s*\{(?!\s*,?\s*(?:and|or)\s*\})[^{}]*[A-Za-z][^{}]*\}\s*-?\d|\d\s*['′\"]\s*\d"
     r"|\d:\d+:\d|\d:0\d|\\dots|\\b?mod\b"
@@ -81,6 +90,8 @@ RANGE = re.compile(
     r"(?:\s+[A-Za-z]{2}[A-Za-z ]*|\s*\\text\s*\{[^{}]*\})?"
 )
 STYLE = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+LOOKS = re.compile(r"\\(?:(?:boldsymbol|bm|underline|[lL]arge)\b|(?:text)?color\s*\{\w+\})|(?<!\\)\\[()]")
+"""Commands that change no meaning, whatever they hold."""
 ANNOUNCED = re.compile(
     r"^\s*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?|approximately\b|about\b|[=≈]|\\(?:approx|sim)\b)",
     re.IGNORECASE,
@@ -104,9 +115,11 @@ DASHES = str.maketrans(dict.fromkeys("‐‑‒–—−－", "-"))
 SIGNS = DASHES | str.maketrans(
     {**dict.fromkeys("€£¥₹¢", ""), **dict.fromkeys("°º", r"^\circ"), "·": r"\cdot ", "√": r"\sqrt ", "⁄": "/"}
     | {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "±": r"\pm "}
+    | {sign: r"\frac{{{}}}{{{}}}".format(*NFKC(sign).split("⁄")) for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 )
 COMMANDS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\equiv": "="}
 COMMANDS |= {r"\varnothing": r"\emptyset", r"\ldots": r"\dots", r"\cdots": r"\dots", r"\pounds": ""}
+COMMANDS |= {r"\prime": "'"}
 REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\[a-z]+", lambda name: COMMANDS.get(name[0], name[0])),
     (r"\\(?:mathrm|operatorname|text)\s*\{\s*(" + FUNCTION + r")\s*\}", r"\\\1 "),
@@ -115,7 +128,12 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\*\*", "^"),
     # math-verify leaves out a relation without a left side.
     (r"\A\s*(?=[<>≤≥≠]|\\(?:[lg]eq?|neq?)\b)", "x"),
-    (r"\b(?:minus|negative)\s+(?=\d)", "-"),
+    (r"\b(?:minus|negative)\s+(?=\\?[\df])", "-"),
+    (r"\b(?:USD|EUR|GBP|INR|Rs\.?|US(?=\\?\$))\s*(?=[\d\\$])", ""),
+    (r"(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
+    # Products, not mixed numbers and pairs.
+    (r"((?<![_\d.])\d+|\))\s*(?=(?:\\left\s*)?\([^(),]*\))", r"\1\\cdot "),
+    (r"(?<=[A-Za-z)])(?:\^\s*\{?)?(['′]+)\}?", lambda primes: f"_{{{'p' * len(primes[1])}}}"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\\\\\s*\[[^\]]*\]", r"\\\\"),
     (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
@@ -145,11 +163,8 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     ),
     # Temperatures and angles.
     (r"\s*(?:\\degree|\^\s*\{?\\(?:circ|degree)\}?)\s*[CF]?$", r"^\\circ"),
-    (r"[⁺⁻⁰¹²³⁴-⁹]+", lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
-    (
-        r"[¼-¾⅐-⅞]",
-        lambda sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign[0]).split("⁄")),
-    ),
+    (r"[⁺⁻⁰¹²³⁴-⁹]+", lambda power: f"^{{{NFKC(power[0])}}}"),
+    (r"[₀-₉]+", lambda index: f"_{{{NFKC(index[0])}}}"),
     (SPACE.pattern, " "),
     # Spaces that group digits.
     (r"(?<=\d)(?:\\!|\s)+(?=\d{3}(?!\d))", ""),
@@ -198,17 +213,19 @@ def expressions(answer: str) -> list[Any]:
         text = UNIT_AS_TEXT.sub("", UNIT.sub("", text))
     if QUANTITIES.search(text):
         return [re.sub(r"\s+", "", text)]
-    parsed = parse(f"${text}$%" if is_percent else rf"\boxed{{{text}}}", EXTRACTION)
+    parsed = parse(f"${text}$%" if is_percent else rf"\boxed{{{text}}}", (EXTRACTION,))
     return [_joined(each, text) for each in parsed]
 
 
 def _joined(expression: Any, text: str) -> Any:
-    """The set of numbers for inequalities in a list, which `or` connects where the text has it or no number
-    meets them all. The letter E, which math-verify takes for the number e, gets another name."""
-    if isinstance(expression, FiniteSet) and all(isinstance(each, RELATIONS) for each in expression):
+    """The set of numbers for a bound of an absolute value, and for inequalities in a list, which `or`
+    connects where the text has it or no number meets them all. The letter E, which math-verify takes for the
+    number e, gets another name."""
+    parts = expression if isinstance(expression, FiniteSet) else [expression]
+    if all(isinstance(each, Ge | Gt | Le | Lt) and (parts is expression or each.has(Abs)) for each in parts):
         with suppress(RuntimeError, TypeError, ValueError):
-            common = None if re.search(r"\bor\b", text) else And(*expression).as_set()
-            return Or(*expression).as_set() if common is None or common.is_empty else common
+            common = None if re.search(r"\bor\b", text) else And(*parts).as_set()
+            return Or(*parts).as_set() if common is None or common.is_empty else common
     return Symbol("(E)") if getattr(expression, "name", "") == "E" else expression
 
 
@@ -220,7 +237,13 @@ def _repeating(whole: str, begin: str, *period: str) -> str:
 
 
 def digits(answer: str) -> str:
-    """The answer with digits for numbers below 100 that are words."""
+    """The answer with digits for numbers below 100 and parts that are words."""
+
+    def fraction(found: re.Match[str]) -> str:
+        whole, count, part = found.groups()
+        return rf"{whole or ''}\frac{{{count or 1}}}{{{DENOMINATORS[part.lower()]}}}"
+
+    answer = PART.sub(fraction, answer)
     return NUMBER.sub(lambda found: str(sum(NUMBERS[name.lower()] for name in found.groups("zero"))), answer)
 
 
@@ -246,12 +269,13 @@ def units(answer: str) -> set[str]:
 def are_equal(given: str, expected: str) -> bool:
     """Whether they have the same words, or math-verify calls them equal. Numbers of different bases (`101_2`)
     or units are not."""
-    given, expected = digits(given), digits(expected)
+    given, expected = (digits(LOOKS.sub("", each)) for each in (given, expected))
     if words(given) == words(expected):
         return bool(words(given))
     own, others = units(given), units(expected)
     bases = [BASE.findall(STYLE.sub(r"\1", each)) for each in (given, expected)]
-    if bases[0] != bases[1] or (own - others and others - own):
+    is_other_power = own & others and (own ^ others) & {"2", "3"}
+    if bases[0] != bases[1] or is_other_power or (own - others and others - own):
         return False
     if own & others or not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expected)):
         given = UNIT_OF_NUMBER.sub("", given)
