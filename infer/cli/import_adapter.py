@@ -14,11 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from idlm.checkpoint import ADAPTER_CONFIG, MANIFEST, own_files, read_json
 from idlm.cli import command
 from idlm.cli.help import CommandHelp
 from idlm.config.schema import changed, option
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError, naming, some_of
+from idlm.files.paths import refuse_pointer
+from idlm.files.tensors import INDEX_FILE, SINGLE_FILE, headers, stored_tensors
+from idlm.infer.cli.plain_lora import adapted_modules, peft_names, plain_lora
+from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.publish import publish
+from idlm.semantics import Semantics
+from idlm.text.tokenizer import load_tokenizer, num_token_ids, read_tokenizer_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +94,6 @@ def import_adapter(arguments: list[str]) -> int:
 
 def _own_values(model: str | None) -> dict[str, Any]:
     """What a gated adapter of idlm states of itself; nothing for those of others."""
-    from idlm.semantics import Semantics
-
     own = Semantics() if model is None else Semantics.load(find_adapter(Path(model)))
     names = ("gated", "stride", "mask_token_id", "noise_range", "acceptance") if own.gated else ()
     return {name: value for name in names if (value := getattr(own, name)) not in (None, ())}
@@ -132,14 +138,9 @@ def import_to(config: ImportConfig) -> str:
     0610, 0611, 0613, 0620, and those of the base."""
     from safetensors.torch import save_file
 
-    from idlm.checkpoint import ADAPTER_CONFIG, read_json
-    from idlm.infer.cli.plain_lora import adapted_modules, peft_names, plain_lora
     from idlm.infer.models.adapter import DIVERGED, base_directory
     from idlm.infer.models.loader import read_outline
     from idlm.infer.models.weights import require_finite
-    from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
-    from idlm.publish import publish
-    from idlm.semantics import Semantics
 
     assert config.model and config.output_dir and config.stride is not None
     found, target = find_adapter(Path(config.model)), Path(config.output_dir)
@@ -191,8 +192,6 @@ def import_to(config: ImportConfig) -> str:
 def _refuse_removal(target: Path, staging: Path) -> None:
     """Raise UserError IDLM-0620 for a folder of a whole model, or of a checkpoint with files that `staging`
     lacks: publishing would add to the one, and remove them from the other."""
-    from idlm.checkpoint import MANIFEST, own_files
-
     held = [path for path in (*own_files(target), target / "config.json") if path.exists()]
     names = {str(path.relative_to(target)) for path in held} - {MANIFEST}
     others = sorted(name for name in names if not (staging / name).exists())
@@ -207,7 +206,6 @@ def _refuse_removal(target: Path, staging: Path) -> None:
 def _copy_beside(found: Path, staging: Path, outline: Outline) -> None:
     """Copy the selector and the tokenizer of an adapter, whose chat template the engine prefers."""
     from idlm.selector import SELECTOR_FILE
-    from idlm.text.tokenizer import load_tokenizer, num_token_ids, read_tokenizer_files
 
     if outline.semantics.selector is not None:
         (staging / SELECTOR_FILE).write_bytes((found / SELECTOR_FILE).read_bytes())
@@ -223,8 +221,6 @@ def _copy_beside(found: Path, staging: Path, outline: Outline) -> None:
 
 def find_adapter(directory: Path) -> Path:
     """The folder of adapter_config.json: `directory`, or the only one below it. UserError IDLM-0620."""
-    from idlm.checkpoint import ADAPTER_CONFIG
-
     if (directory / ADAPTER_CONFIG).is_file():
         return directory
     below = sorted(path.parent for path in directory.rglob(ADAPTER_CONFIG)) if directory.is_dir() else []
@@ -243,9 +239,6 @@ def _tensors(found: Path) -> dict[str, Tensor]:
     """All tensors of an adapter. UserError IDLM-0607 for files that are not there or cannot be read."""
     import torch
     from safetensors.torch import load_file
-
-    from idlm.files.paths import refuse_pointer
-    from idlm.files.tensors import headers
 
     tensors: dict[str, Tensor] = {}
     files = sorted(found.glob(SAFETENSORS)) or sorted(found.glob(PICKLES))
@@ -280,7 +273,6 @@ def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict
     vocabulary was resized. UserError IDLM-0613 where those of `base` are others."""
     import torch
 
-    from idlm.files.tensors import stored_tensors
     from idlm.infer.models import weights
     from idlm.infer.models.base import TensorNames
 
@@ -300,9 +292,6 @@ def _without_copies(tensors: dict[str, Tensor], found: Path, base: Path) -> dict
 
 def _warn_of_another_base(directory: Path, base: Path, semantics: Any) -> None:
     """Warn where the adapter came with a base whose weights are not those of `base`."""
-    from idlm.files.tensors import INDEX_FILE, SINGLE_FILE
-    from idlm.lora import base_identity
-
     has_weights = any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     if has_weights and base_identity(directory) != semantics.base_identity:
         warnings.warn(

@@ -66,6 +66,8 @@ def plain_lora(
     modules, given = adapted_modules(tensors), base.get("num_hidden_layers")
     num_layers = int(given or 0) if is_integer(given, 1, MAX_LAYERS) else 0
     plain = {key: value for key, value in content.items() if key not in LAYER_KEYS}
+    if content.get("exclude_modules") and isinstance(names := plain.get("target_modules"), list):
+        plain["target_modules"] = [one for one in names if any(_fits(module, [one]) for module in modules)]
     found = _of_one_rank_and_scale(plain, tensors, modules)
     added = {
         tensor_name(path, matrix): found[like].new_zeros(found[like].shape)

@@ -98,7 +98,7 @@ class ConfigReader:
         """Refuse a field whose value is not one of `allowed`; the field may be absent."""
         value = self.config.get(name, allowed[0])
         if value not in allowed:
-            self.problems.append(f"{name}={value!r} (supported: {' or '.join(map(repr, allowed))})")
+            self.problems.append(f"{name}={value!r:.200} (supported: {' or '.join(map(repr, allowed))})")
 
     def check(self) -> None:
         if self.problems:

@@ -327,25 +327,21 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
         )
     if spec.moe is not None:
         moe.check_blocks(spec.moe, block_size=meaning.block_size)
-    if any(token >= spec.vocab_size for token in meaning.edit_token_ids):
-        raise UserError(
-            "IDLM-0606",
-            f"edit_token_ids={[*meaning.edit_token_ids]} are outside the {spec.vocab_size} embedding rows",
-            fix=f"give ids below {spec.vocab_size}",
-        )
     has_own_row = adapter is not None and adapter.has_mask_row
+    mask = [] if has_own_row or meaning.mask_token_id is None else [meaning.mask_token_id]
+    for name, token_ids in (("edit_token_ids", meaning.edit_token_ids), ("mask_token_id", mask)):
+        if any(token >= spec.vocab_size for token in token_ids):
+            raise UserError(
+                "IDLM-0606",
+                f"{name}={', '.join(map(str, token_ids))} is outside the {spec.vocab_size} embedding rows",
+                fix=f"give ids below {spec.vocab_size}",
+            )
     if meaning.noise_range and (has_own_row or meaning.noise_range[1] > spec.vocab_size):
         what = f"has the tensor {MASK_ROW} too" if has_own_row else f"has {spec.vocab_size} embedding rows"
         raise UserError(
             "IDLM-0606",
             f"{SEMANTICS_FILE} has noise_range={[*meaning.noise_range]}, and the checkpoint {what}",
             fix="give the noise_range that the checkpoint was trained with, or mask_token_id in its place",
-        )
-    if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
-        raise UserError(
-            "IDLM-0606",
-            f"mask_token_id={meaning.mask_token_id} is outside the {spec.vocab_size} embedding rows",
-            fix=f"give an id below {spec.vocab_size}",
         )
 
 

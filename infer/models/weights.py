@@ -5,6 +5,7 @@ H head dim."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -126,9 +127,10 @@ def misfits(
 def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Stored]) -> None:
     """Copy tensors without `misfits` into their targets, cast to the dtype of these. Calls `WATCHER`."""
     watcher, num_done = WATCHER.get(), 0
-    total = sum(targets[name].view.nbytes for name in targets.keys() & files.keys())
+    wanted = sorted(targets.keys() & files.keys(), key=lambda name: (files[name].path, name))
+    total = sum(targets[name].view.nbytes for name in wanted)
     with torch.no_grad():
-        for path, names in _by_file(targets, files).items():
+        for path, names in itertools.groupby(wanted, lambda name: files[name].path):
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     target, there = targets[name], files[name].name
@@ -146,13 +148,6 @@ def require_finite(code: str, tensors: Mapping[str, Tensor], directory: Path, *,
     if bad:
         what = f"{len(bad)} tensors of {directory} have values that are not finite, {bad[0]} first"
         raise UserError(code, what, fix=fix)
-
-
-def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Stored]) -> dict[Path, list[str]]:
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(targets.keys() & files.keys()):
-        by_file.setdefault(files[name].path, []).append(name)
-    return by_file
 
 
 def tensor(files: Mapping[str, Stored], name: str) -> Tensor:

@@ -43,9 +43,6 @@ class LladaMoe(Family):
         reader = ConfigReader({**own, **standard(config, STANDARD_NAMES)})
         reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")
         num_experts = reader.integer("num_experts", maximum=MAX_COUNT)
-        num_chosen = reader.integer("num_experts_per_tok")
-        if num_chosen > num_experts:
-            reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
         frequency = config.get("moe_layer_freq")
         if frequency not in (None, 1) and not (isinstance(frequency, list) and set(frequency) == {1}):
             reader.problems.append(f"moe_layer_freq={frequency!r} (supported: 1 for every layer)")
@@ -59,7 +56,7 @@ class LladaMoe(Family):
         reader.allow("partial_rotary_factor", 1, None)
         moe = MoeSpec(
             num_experts=num_experts,
-            num_chosen=num_chosen,
+            num_chosen=reader.integer("num_experts_per_tok", maximum=num_experts),
             ffn_width=reader.integer("expert_intermediate_size"),
             score="softmax",
             is_normalised=False,

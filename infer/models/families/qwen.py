@@ -69,16 +69,13 @@ def _experts(reader: ConfigReader) -> MoeSpec:
     # transformers 5 writes the field under its second name.
     num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"), maximum=MAX_COUNT)
     reader.allow("num_local_experts", num_experts, None)
-    num_chosen = reader.integer("num_experts_per_tok")
-    if num_chosen > num_experts:
-        reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
     only_dense = reader.config.get("mlp_only_layers") or []
     if not isinstance(only_dense, list):
         reader.problems.append(f"mlp_only_layers={only_dense!r} (must be a list of layer numbers)")
         only_dense = []
     return MoeSpec(
         num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_chosen=reader.integer("num_experts_per_tok", maximum=num_experts),
         ffn_width=reader.integer("moe_intermediate_size"),
         dense_layers=tuple(only_dense),
         layer_step=reader.integer("decoder_sparse_step", 1),

@@ -320,7 +320,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"rank_pattern": {"self_attn.k_proj": 2}, "use_rslora": True},
     {"layers_to_transform": [1], "alpha_pattern": {"v_proj": 32}},
     {"target_modules": r".*\.1\.self_attn\.(q|v)_proj|.*\.0\..*\.up_proj"},
-    {"exclude_modules": ["layers.0.mlp.gate_proj"]},
+    {"exclude_modules": ["layers.0.mlp.gate_proj", "q_proj"]},
+    {"exclude_modules": ".*mlp.*|k_proj|.*k_proj"},
 ]
 
 
