@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.batch import AnswerProgress, AnswerRun, check_lines, figures
 from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
 from idlm.infer.cli.help import EngineHelp
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation import arms
 from idlm.infer.evaluation.config import EvaluateConfig
+from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
+from idlm.tasks import TASKS, Grade, Task, TaskSample
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.batch import AnswerProgress
     from idlm.infer.engine import Engine
-    from idlm.infer.evaluation.file_tasks import FileTask
-    from idlm.tasks import Grade, Task, TaskSample
 
 NUM_SEEDS = 2**63
 DEFAULT_NUM = 200
@@ -77,8 +77,6 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     samples = check_samples(config, task)
 
     def work(engine: Engine, params: SamplingParams) -> Evaluation:
-        from idlm.infer.cli.batch import AnswerProgress
-
         with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
             return evaluate(engine, task, samples, params, progress=progress)
 
@@ -109,9 +107,6 @@ def _print_conversion(
 
 def load_task(config: EvaluateConfig) -> Task | FileTask:
     """The task of `task=`: generated, or read from the file `data=`. UserErrors of both."""
-    from idlm.infer.evaluation.file_tasks import FILE_TASKS
-    from idlm.tasks import TASKS
-
     name, is_file_task = config.task, config.task in FILE_TASKS.names()
     if is_file_task and config.data is not None:
         return FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
@@ -171,8 +166,6 @@ def table(results: dict[str, Evaluation]) -> str:
 
 
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
-    from idlm.infer.cli.batch import figures
-
     repeated = [sample for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
         for name, result in results.items():
@@ -236,8 +229,6 @@ def evaluate(
 ) -> Evaluation:
     """Decode all prompts as one batch and check every answer; prompt i has the given seed + i, modulo 2**63.
     Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded."""
-    from idlm.infer.cli.batch import AnswerRun, check_lines
-
     encoded: Sequence[str | list[int]] = [sample.prompt for sample in samples]
     # Encoded once, together. If one is refused they stay texts, so that `check_lines` names it.
     with suppress(UserError):
@@ -279,10 +270,7 @@ def evaluate(
 
 
 def _verdict(task: Task | FileTask, sample: TaskSample, done: Completion) -> Grade:
-    verdict = task.grade(sample, done.text)
-    if done.error is None:
-        return verdict
-    return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)
+    return task.grade(sample, done.text) if done.error is None else Grade(reason=done.error)
 
 
 if __name__ == "__main__":

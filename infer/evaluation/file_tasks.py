@@ -118,6 +118,5 @@ def _has(record: Any, field: str, kind: type) -> bool:
     """Whether a field is there; `a|b` is met by either name."""
     names = [name for name in field.split("|") if isinstance(record, dict) and name in record]
     value: Any = record[names[0]] if names else None
-    if kind is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return isinstance(value, kind)
+    items = value if kind is list and isinstance(value, list) else []
+    return isinstance(value, kind) and all(isinstance(item, str) for item in items)
