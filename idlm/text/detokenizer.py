@@ -51,15 +51,20 @@ class Detokenizer:
     unchanged. A character split over several tokens is held back until it is complete or can no longer become
     so: each byte token that belongs to no character becomes one U+FFFD, where transformers replaces a whole
     run of them, with characters before it that a stream could not take back. Ids without a token are dropped,
-    and hidden tokens unless `shows_hidden`. A stream of n ids takes time in the order of n."""
+    and hidden tokens unless `shows_hidden`. A stream of n ids takes time in the order of n.
 
-    def __init__(self, tokenizer: Any, *, shows_hidden: bool = False) -> None:
+    `after`: the id before the first one, whose text this one continues. Without it, and after a hidden
+    token, decoders like those of sentencepiece drop the space that a text begins with."""
+
+    def __init__(self, tokenizer: Any, *, shows_hidden: bool = False, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._dropped = frozenset() if shows_hidden else hidden_token_ids(tokenizer)
         self._is_piecewise, self._known = _is_piecewise(tokenizer), _known_texts(tokenizer, shows_hidden)
         # Decoding starts one settled group early, because some decoders strip the first token's space.
-        self._context: list[int] = []
-        self._before = ""
+        self._context = self.visible(after)
+        self._before = plain_text(tokenizer, self._context)
+        if REPLACEMENT in self._before:
+            self._context, self._before = [], ""
         self._pending: list[int] = []
         self._num_emitted = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from idlm.text.detokenizer import Detokenizer
@@ -49,10 +49,10 @@ class TokenBytes:
 
 class TokenOffsets:
     """Counts the characters of a text before each of its tokens; tokens of one character begin where it does.
-    `shows_hidden`: the text has special tokens too, as a prompt may."""
+    Options are those of `Detokenizer`."""
 
-    def __init__(self, tokenizer: Any, *, start: int = 0, shows_hidden: bool = False) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, shows_hidden=shows_hidden)
+    def __init__(self, tokenizer: Any, *, start: int = 0, **options: Any) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, **options)
         self._num_chars = start
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
@@ -62,6 +62,13 @@ class TokenOffsets:
             if self._detokenizer is not None:
                 self._num_chars += len(self._detokenizer.push([token_id]))
         return positions
+
+
+def space_between(tokenizer: Any, last: Sequence[int], first: Sequence[int]) -> str:
+    """The space that the token `first` begins with and that its text alone lacks, where it continues the text
+    of `last`; each is one id or none."""
+    lengths = [len(Detokenizer(tokenizer, after=after).push(first)) for after in (last, ())]
+    return " " * (lengths[0] - lengths[1])
 
 
 def prompt_offsets(tokenizer: Any, prompt: str | list[int], token_ids: list[int]) -> list[int]:

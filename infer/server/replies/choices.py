@@ -19,7 +19,8 @@ from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent, SampleCounts, TokenEntry, joined
 from idlm.infer.server.parsers import AnswerParser, ParsedPart
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
-from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
+from idlm.text.detokenizer import answer_text
+from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets, space_between
 from idlm.text.tokenizer import plain_text
 
 PASS_FIELDS = ("tokens", "accepted", "tested")
@@ -46,6 +47,12 @@ class TokenTexts:
 
     def text(self, token_id: int) -> str:
         return self.text_and_bytes(token_id)[0]
+
+    def beginning(self, token_id: int) -> tuple[str, list[int]]:
+        """Text and bytes of a token that begins a text, where decoders may drop its space."""
+        text, encoded = self.text_and_bytes(token_id)
+        is_dropped = self.tokenizer is not None and f" {answer_text(self.tokenizer, [token_id])}" == text
+        return (text[1:], encoded[1:]) if is_dropped else (text, encoded)
 
     def by_text(self, logprobs: Mapping[int, float]) -> dict[str, float | None]:
         """Log-probabilities by the texts of tokens; of equal texts, the later ones are named by their ids."""
@@ -88,6 +95,8 @@ class Reply(ABC):
         self._num_tokens: dict[int, int] = {}
         self._figures: dict[int, SampleCounts] = {}
         self._parsers = defaultdict[int, AnswerParser](shown.new_parser)
+        self._begun = set[int]()
+        """Samples of which a token has come."""
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
         """By prompt; its first sample brings them."""
 
@@ -282,15 +291,14 @@ class ChatReply(Reply):
         return rest | ({"finish_reason": "tool_calls"} if calls else {})
 
     def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
-        content = [
-            {**self._token(token_id, logprob), "top_logprobs": [self._token(*other) for other in top]}
-            for token_id, logprob, top in event.logprobs
-        ]
+        content = []
+        for token_id, logprob, top in event.logprobs:
+            text_of = self._texts.text_and_bytes if index in self._begun else self._texts.beginning
+            self._begun.add(index)
+            scored = [(*text_of(one), _finite(value)) for one, value in [(token_id, logprob), *top]]
+            drawn, *others = [dict(zip(("token", "bytes", "logprob"), each, strict=True)) for each in scored]
+            content.append({**drawn, "top_logprobs": others})
         return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text, encoded = self._texts.text_and_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
 
 class CompletionReply(Reply):
@@ -304,11 +312,19 @@ class CompletionReply(Reply):
         self._positions, self._prompt_offsets = dict[int, TokenOffsets](), dict[int, list[int]]()
         self._num_chars = Counter[int]()
 
+    def _last(self, index: int) -> list[int]:
+        """The last token of a sample's prompt, which the answer continues."""
+        return self._generation.prompts[index // self._generation.num_samples][-1:]
+
     def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         [choice] = self.deltas(index, event, is_first=True)
         return choice | ({} if self._num_top is None else {"prompt_logprobs": self._by_token_id(index)})
 
     def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
+        if event.token_ids and index not in self._begun and self._texts.tokenizer is not None:
+            self._begun.add(index)
+            space = space_between(self._texts.tokenizer, self._last(index), event.token_ids[:1])
+            event = event._replace(text=space + event.text)
         if is_first and self._body.echo:
             event = self._echoed(index, event)
         self._num_chars[index] += len(event.text)
@@ -326,8 +342,11 @@ class CompletionReply(Reply):
             own = [(token_id, logprob, top[: self._body.logprobs]) for token_id, logprob, top in scored]
             logprobs = [(token_ids[0], None, []), *own, *logprobs]
             self._prompt_offsets[index] = prompt_offsets(self._texts.tokenizer, prompt, token_ids)
-            self._positions[index] = TokenOffsets(self._texts.tokenizer, start=len(text))
+            self._positions[index] = self._offsets_of(index, start=len(text))
         return event._replace(text=text + event.text, logprobs=logprobs)
+
+    def _offsets_of(self, index: int, *, start: int = 0) -> TokenOffsets:
+        return TokenOffsets(self._texts.tokenizer, start=start, after=self._last(index))
 
     def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         """OpenAI's older shape; the alternatives of a token include it."""
@@ -346,6 +365,6 @@ class CompletionReply(Reply):
         """Where the tokens of a chunk begin in the sample's text; tokens of a stop string are at its end."""
         before = self._prompt_offsets.pop(index, [])
         if index not in self._positions:
-            self._positions[index] = TokenOffsets(self._texts.tokenizer)
+            self._positions[index] = self._offsets_of(index)
         offsets = [*before, *self._positions[index].push(token_ids[len(before) :])]
         return [min(at, self._num_chars[index]) for at in offsets] if is_last else offsets

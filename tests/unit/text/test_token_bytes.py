@@ -122,6 +122,40 @@ def test_chats_tell_true_bytes(tokenizer: Any) -> None:
     assert [each["top_logprobs"][0]["bytes"] for each in shown] == [each["bytes"] for each in shown]
 
 
+def test_a_completion_goes_on_where_its_prompt_ends(tokenizer: Any) -> None:
+    """Decoders of sentencepiece drop the space that a text begins with."""
+    prompt, answer = ids_of(tokenizer, "the the"), encode_text(tokenizer, " the", after="the")
+    eos, texts = tokenizer.eos_token_id, TokenTexts(tokenizer)
+    for before, expected in ((prompt, " the"), ([eos], answer_text(tokenizer, answer))):
+        generation: Any = SimpleNamespace(prompts=[before], num_samples=2)
+        body = CompletionRequest(prompt="a", logprobs=0)
+        for parts in ([answer], [[token] for token in answer]):
+            reply = CompletionReply(body, generation, Shown("tiny", texts))
+            text, offsets = "", list[int]()
+            for ids in parts:
+                detokenized = answer_text(tokenizer, answer) if ids == answer else answer_text(tokenizer, ids)
+                event = AnswerEvent("0-0", 1, ids, detokenized, [(token, 0.0, []) for token in ids])
+                [choice] = reply.deltas(1, event, is_first=ids == parts[0])
+                text, offsets = text + choice["text"], offsets + choice["logprobs"]["text_offset"]
+            assert text == expected
+            if before == prompt:
+                lengths = [len(texts.text(token)) for token in answer]
+                assert offsets == [sum(lengths[:number]) for number in range(len(answer))]
+
+
+def test_bytes_of_a_chat_are_those_of_its_text(tokenizer: Any) -> None:
+    ids = tokenizer.encode(" the the", add_special_tokens=False)
+    event = AnswerEvent("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
+    generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "logprobs": True})
+    reply: Any = ChatReply(body, generation, Shown("tiny", TokenTexts(tokenizer)))
+    shown = reply._logprobs(0, event)["content"]
+    assert bytes(byte for each in shown for byte in each["bytes"]).decode() == answer_text(tokenizer, ids)
+    assert [each["top_logprobs"][0] for each in shown] == [
+        {key: each[key] for key in ("token", "logprob", "bytes")} for each in shown
+    ]
+
+
 def test_a_small_directory_without_a_decoder_loads(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_byte_level(tmp_path))
     tokenizer.backend_tokenizer.decoder = None
