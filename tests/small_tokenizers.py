@@ -41,9 +41,11 @@ def save_byte_level(directory: Path) -> Path:
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
-def save_tagged(directory: Path, *, special: bool = False, words: Sequence[str] = ()) -> Path:
+def save_tagged(
+    directory: Path, *, special: bool = False, words: Sequence[str] = (), special_words: Sequence[str] = ()
+) -> Path:
     """Bytes, ChatML's special tokens, and as added tokens the tags of reasoning and of calls, special or not,
-    one more of this form, which is text, and `words`: like the tokenizers of Qwen."""
+    one more of this form, which is text, `words` and `special_words`: like the tokenizers of Qwen."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -53,6 +55,7 @@ def save_tagged(directory: Path, *, special: bool = False, words: Sequence[str] 
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<|fim_pad|>", *words)])
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in special_words])
     return _save_chatml(tokenizer, directory)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from idlm.infer.server.messages import AnswerEvent
-from idlm.infer.structured.schemas import json_rule, literal
+from idlm.infer.structured.schemas import HEAD, json_rule, literal
 from idlm.text.calls import FORMATS, CallFormat, format_of
 from idlm.text.thoughts import CLOSE, TAGS, ThoughtReader, num_open
 
@@ -184,7 +184,7 @@ def calls_grammar(
     than one. `answer`: rules for what the whole answer is if it calls nothing; then it has no other text."""
     # Where calls are the model's own choice, their text may be spelled in its way too.
     options, is_whole = {} if is_forced else {"no_forcing": True}, is_forced or bool(answer)
-    lines, names = [f"%llguidance {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
+    lines, names = [f"{HEAD} {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
         opening, closing = literal(given.opened(name)), literal(given.closing)
         lines.append(f"{rule}: {opening} {json_rule(schema)} {closing}")

@@ -29,11 +29,12 @@ from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, 
 from idlm.infer.server.replies.choices import Shown, TokenTexts
 from idlm.infer.server.replies.stored import ResponseStore
 from idlm.infer.server.templates import TemplateProcess
+from idlm.infer.structured.schemas import HEAD, after_thought
 from idlm.text.calls import CallFormat
 from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
 from idlm.text.templates import all_template_text, render
-from idlm.text.thoughts import is_opened
+from idlm.text.thoughts import CLOSE, is_opened
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
 QUEUE_FACTOR = 16
@@ -139,9 +140,12 @@ class Service:
         body.calls_as(self._call_format)
         with self.checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
-            if params.stop and params.stop_in_reasoning is None:
-                params = dataclasses.replace(params, stop_in_reasoning=not self._thinks(body))
             token_ids, notes = await self.encode_chat(body, params.n, client)
+            thinks = self._thinks(body, params, token_ids)
+            if thinks and params.constraint and body.is_whole_constrained:
+                params = dataclasses.replace(params, constraint=after_thought(params.constraint, CLOSE))
+            if params.stop and params.stop_in_reasoning is None:
+                params = dataclasses.replace(params, stop_in_reasoning=not thinks)
             generation = await self._generate(body, [token_ids], params, turn)
             generation.notes = [*generation.notes, *notes]
             return generation
@@ -208,7 +212,7 @@ class Service:
 
     def shown(self, body: ChatRequest | None, generation: Generation) -> Shown:
         """What the answer to a chat, or to a completion (None), has besides its events."""
-        thinks = body is not None and self._thinks(body)
+        thinks = body is not None and self._thinks(body, generation.params, generation.prompts[0])
         parser = functools.partial(
             AnswerParser,
             thinks=thinks,
@@ -223,11 +227,14 @@ class Service:
         """How the model calls tools; None if nothing reads its calls."""
         return call_format(self.config.tool_parser, all_template_text(self.tokenizer))
 
-    def _thinks(self, body: ChatRequest) -> bool:
-        """Whether an answer may begin with reasoning, as none does whose first token is constrained."""
-        is_constrained = body.must_call or body.has_whole_constraint
-        template = all_template_text(self.tokenizer)
-        return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)
+    def _thinks(self, body: ChatRequest, params: SamplingParams, prompt_ids: Sequence[int]) -> bool:
+        """Whether an answer may begin with reasoning. One whose first token is constrained does so only where
+        the prompt has opened it, and not under a grammar of the client."""
+        if not parses_reasoning(self.config.reasoning_parser, all_template_text(self.tokenizer)):
+            return False
+        given = params.constraint if body.is_whole_constrained else None
+        is_own = given is None or given.kind != "grammar" or given.text.startswith(HEAD)
+        return given is None or (is_own and is_opened(self.tokenizer, prompt_ids))
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than those that are served."""

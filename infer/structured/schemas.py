@@ -16,6 +16,8 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "lenient": Tr
 """Without a bound, a model may write blanks for ever."""
 ANY_OBJECT = {"type": "object"}
 OPTIONS_KEY = "x-guidance"
+HEAD = "%llguidance"
+"""How grammars begin that are composed here."""
 _NOT_LENIENT = {"$comment": "not lenient"}
 """Marks a schema within a grammar that does not itself set the leniency that `json_rule` adds."""
 LEFT_OUT = {"uniqueItems": "uniqueItems is not enforced"}
@@ -68,6 +70,18 @@ def answer_rules(constraint: Constraint) -> list[str]:
         return ["answer: ANSWER", f"ANSWER: {' | '.join(map(literal, json.loads(text)))}"]
     assert constraint.kind == "regex", f"{constraint.kind=}"
     return ["answer: ANSWER", f"ANSWER: /{_SLASH.sub(_escaped, text)}/"]
+
+
+def after_thought(constraint: Constraint, close: str) -> Constraint:
+    """The same for an answer that ends a thought first, by the tag `close`; of grammars for those of
+    `calls_grammar` alone, which have one line for the whole answer."""
+    if constraint.kind == "grammar":
+        rules = [line.replace("start:", "answer_:", 1) for line in constraint.text.splitlines()[1:]]
+    else:
+        rules = [*answer_rules(constraint), "answer_: answer"]
+    lines = [f"{HEAD} {json.dumps({'no_forcing': True})}", r"start: thought /\n*/ answer_", *rules]
+    lines += [f"thought[lazy]: THOUGHT {literal(close)}", r"THOUGHT: /(.|\n)*/"]
+    return Constraint(kind="grammar", text="\n".join(lines))
 
 
 def json_rule(schema: dict[str, Any]) -> str:

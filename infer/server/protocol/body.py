@@ -166,11 +166,6 @@ class ConstraintFields(Body):
             raise FieldError(found[1][0], f"an answer has one constraint, not {names}")
         return Constraint(kind=found[0][1], text=found[0][2]) if found else None
 
-    @property
-    def has_whole_constraint(self) -> bool:
-        """Whether the whole answer must match something."""
-        return bool(self._given())
-
     def client_name(self, field: str) -> str:
         """The name of a field, or of a sampling setting, in the body that the client sent."""
         if field == "constraint":

@@ -292,6 +292,11 @@ class ChatRequest(SamplingFields):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
+    def is_whole_constrained(self) -> bool:
+        """Whether the whole answer must match something, calls or else."""
+        return self.must_call or bool(self._given())
+
+    @property
     def _constrains_calls(self) -> bool:
         """Whether calls must follow a grammar, whatever else is given."""
         tools, has_many = self.callable_tools, self.parallel_tool_calls is not False

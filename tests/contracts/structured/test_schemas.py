@@ -165,4 +165,4 @@ def test_text_that_is_wrong_names_its_field_beside_tools(fields: dict[str, Any],
         body.constraint()
     error = body.named(from_user_error(found.value, prompt_field="messages"))
     assert (error.status, error.param, error.code) == (400, name, "IDLM-0474")
-    assert error.message.startswith(f"{name}: ") and body.has_whole_constraint
+    assert error.message.startswith(f"{name}: ") and body.is_whole_constrained

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,20 @@ from idlm.infer.engine import Engine
 from idlm.infer.request import ANONYMOUS
 from idlm.infer.server.engine_process import EngineLoop, Inbox
 from idlm.infer.server.messages import RECEIVE_BYTES, Stats, pack, read_event, unpacker
-from tests.integration.server.servers import PATIENCE, SETTINGS, Running, running
+from idlm.text.tokenizer import load_tokenizer
+from tests.integration.server.servers import (
+    CALL,
+    CALLER_VOCAB,
+    CALLER_WORDS,
+    PATIENCE,
+    SETTINGS,
+    TOOLS_GIVEN,
+    Running,
+    running,
+)
 from tests.integration.server.servers import TOOLS as TEMPLATE
-from tests.small_tokenizers import CHATML
-from tests.toy import write_spelling_toy
+from tests.small_tokenizers import CHATML, save_tagged
+from tests.toy import write_chain, write_spelling_toy
 
 pytestmark = pytest.mark.sweep
 
@@ -40,6 +51,15 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "place", "parameters": SCHEMA, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOWN: Any = {"type": "function", "function": {"name": "town", "parameters": PARAMETERS, "strict": True}}
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +169,71 @@ def test_strict_tools_leave_text_free(client: OpenAI) -> None:
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": broken, "strict": True}}]
         client.chat.completions.create(**settings, tools=tools)
     assert (found.value.param, found.value.code) == ("tools", "IDLM-0474")
+
+
+def asked(model: Path, *requests: dict[str, Any]) -> Iterator[Any]:
+    """The choice of each request to a server of the model, whole and streamed, which are the same."""
+    with running(*CALLER_WORDS, model=model) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=PATIENCE, max_retries=0)
+        for request in requests:
+            settings: Any = {"model": model.name, "messages": MESSAGES, **request}
+            choice = client.chat.completions.create(**settings).choices[0]
+            parts: dict[str, str] = {"content": "", "reasoning_content": "", "arguments": ""}
+            for chunk in client.chat.completions.create(**settings, stream=True):
+                delta = chunk.choices[0].delta.model_dump()
+                calls = [call["function"] for call in delta.get("tool_calls") or ()]
+                for name, value in [*delta.items(), *(pair for call in calls for pair in call.items())]:
+                    parts |= {name: parts[name] + (value or "")} if name in parts else {}
+            message = choice.message.model_dump()
+            called = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+            whole = {
+                "arguments": "".join(called),
+                **{key: message.get(key) or "" for key in parts if key != "arguments"},
+            }
+            assert parts == whole
+            yield choice
+
+
+def test_reasoning_that_the_prompt_opens_precedes_what_is_constrained(tmp_path: Path) -> None:
+    model = save_tagged(tmp_path / "thinker", words=["why", "\n\nSo", CALL])
+    opened = CHATML.replace("assistant\n", "assistant\n<think>\n")
+    (model / "chat_template.jinja").write_text(TOOLS_GIVEN + opened)
+    chain = ["\n", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
+    ids = load_tokenizer(model).encode("".join(chain), add_special_tokens=False)
+    write_chain(model, ids, vocab_size=CALLER_VOCAB)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["So"]}}}
+    choices = {"structured_outputs": {"choice": ["So", "Not so"]}}
+    free, chosen, formed, called = asked(
+        model,
+        {},
+        {"extra_body": choices},
+        {"response_format": schema},
+        {"tools": [TOWN], "tool_choice": "required"},
+    )
+    assert {each.message.reasoning_content for each in (free, chosen, formed, called)} == {"why"}
+    assert [each.message.content for each in (free, chosen, formed, called)] == [
+        f"So<tool_call>{CALL}</tool_call>",
+        "So",
+        '"So"',
+        None,
+    ]
+    assert called.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+    assert [each.finish_reason for each in (free, formed, called)] == ["stop", "stop", "tool_calls"]
+
+
+def test_calls_of_another_family(tmp_path: Path) -> None:
+    """As Llama writes them, whose tag is a special token."""
+    call = '{"name": "town", "parameters": {"city": "Rome"}}'
+    model = save_tagged(tmp_path / "llama", words=[call], special_words=["<|python_tag|>"])
+    written = '{% if tools %}<|start_header_id|>{{ tools | tojson }} "parameters": {% endif %}'
+    (model / "chat_template.jinja").write_text(written + CHATML)
+    ids = load_tokenizer(model).encode(f"\n<|python_tag|>{call}<|im_end|>", add_special_tokens=False)
+    assert len(ids) == 4
+    write_chain(model, ids, vocab_size=CALLER_VOCAB)
+    for choice in asked(model, {"tools": [TOWN]}, {"tools": [TOWN], "parallel_tool_calls": False}):
+        [found] = choice.message.tool_calls
+        assert (found.function.name, found.function.arguments) == ("town", '{"city": "Rome"}')
+        assert choice.message.content is None and choice.finish_reason == "tool_calls"
 
 
 def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
