@@ -20,24 +20,7 @@ if TYPE_CHECKING:
 
 TIME_UP_STATUS = 85
 """The status by which HTCondor recognises a job that has saved its state and is to continue."""
-HELP = CommandHelp(
-    name="idlm-train",
-    schema=TrainConfig,
-    usage="[recipe=NAME] [key=value ...]",
-    summary="Converts an AR checkpoint into an I-DLM or a block diffusion model, or trains an AR base.\n"
-    "A run writes a checkpoint and a report to output_dir; started again, it continues where it stopped.",
-    examples=(
-        "idlm-train recipe=tiny",
-        "idlm-train recipe=own model.path=/models/mine data.path=chats.jsonl dry_run=true",
-        "idlm-train recipe=qwen3_8b model.path=/models/Qwen3-8B data.path=chats.jsonl dry_run=true",
-    ),
-    keys=(
-        *("model.path", "data.path", "output_dir", "dry_run", "resume"),
-        *("train.learning_rate", "train.epochs", "train.steps", "train.batch_size", "train.global_batch"),
-        *("train.max_length", "train.device"),
-    ),
-    has_recipes=True,
-)
+HELP = CommandHelp.of("idlm-train", TrainConfig, has_recipes=True)
 
 
 def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> int:

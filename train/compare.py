@@ -29,15 +29,7 @@ class CompareConfig:
     output: str | None = option("HTML file of the table and plots", "comparison.html", is_path=True)
 
 
-HELP = CommandHelp(
-    name="idlm-report",
-    schema=CompareConfig,
-    usage="RUN [RUN ...] [output=FILE.html]",
-    summary="Compares runs: losses, acceptance by position, tokens per forward, clean KL and time.\n"
-    "RUN is the output_dir of idlm-train, also of a run that trains. What a run lacks is named.",
-    examples=("idlm-report outputs/tiny outputs/own", "idlm-report outputs/tiny output=null"),
-    keys=("output",),
-)
+HELP = CommandHelp.of("idlm-report", CompareConfig)
 
 
 class Run(NamedTuple):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
+import tomllib
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from idlm import __version__
 from idlm.config.compose import CONF_DIR, RECIPE, recipes
@@ -27,10 +29,16 @@ class CommandHelp:
     schema: type
     usage: str
     summary: str
-    examples: tuple[str, ...]
-    keys: tuple[str, ...]
+    examples: Sequence[str]
+    keys: Sequence[str]
     flags: dict[str, str] = field(default_factory=dict)
     has_recipes: bool = False
+
+    @classmethod
+    def of(cls, name: str, schema: type, **more: Any) -> Self:
+        """The help of a command of idlm, whose texts are in `help.toml`."""
+        texts = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))[name]
+        return cls(name=name, schema=schema, **texts, **more)
 
     @property
     def first_sentence(self) -> str:

@@ -21,20 +21,9 @@ from idlm.infer.cli.config import (
 )
 from idlm.infer.cli.help import PLUGIN_FLAGS, EngineHelp
 
-HELP = EngineHelp(
-    name="idlm-generate",
-    schema=GenerateConfig,
-    usage='model=PATH [-p "..."] [key=value ...]',
-    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
-    "from a file of JSON lines (input=), or from standard input.",
-    examples=(
-        'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
-        "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
-    ),
-    keys=(
-        *("model", "input", "output", "resume", "system"),
-        *("sampling.temperature", "sampling.max_tokens", "sampling.seed", "max_num_seqs", "device"),
-    ),
+HELP = EngineHelp.of(
+    "idlm-generate",
+    GenerateConfig,
     flags={"-p TEXT, --prompt TEXT": "a prompt; as often as you like", **PLUGIN_FLAGS},
 )
 

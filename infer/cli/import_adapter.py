@@ -64,18 +64,7 @@ class ImportConfig:
     )
 
 
-HELP = CommandHelp(
-    name="idlm-import",
-    schema=ImportConfig,
-    usage="model=PATH base=PATH output_dir=PATH preset=NAME | gated=true stride=N ...",
-    summary="Makes a LoRA of others (PEFT) one that idlm runs on its base, after checks against the base.",
-    examples=(
-        "idlm-import model=uno-qwen3-8B base=Qwen3-8B output_dir=outputs/uno preset=uno_qwen3_8b",
-        "idlm-import model=lora base=Qwen3-8B output_dir=outputs/lora gated=true stride=4 "
-        "mask_token_id=151669",
-    ),
-    keys=("model", "base", "output_dir", "preset"),
-)
+HELP = CommandHelp.of("idlm-import", ImportConfig)
 
 
 def main() -> int:

@@ -14,21 +14,7 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.cli.help import EngineHelp
 from idlm.infer.server.config import ServeConfig
 
-HELP = EngineHelp(
-    name="idlm-serve",
-    schema=ServeConfig,
-    usage="model=PATH [port=8000] [key=value ...]",
-    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone without host=.\n"
-    "Sampling settings here are the defaults of requests.",
-    examples=(
-        "idlm-serve model=outputs/tiny port=8000",
-        "idlm-serve model=outputs/qwen3_8b host=0.0.0.0 max_num_seqs=128     # with IDLM_API_KEY=...",
-    ),
-    keys=(
-        *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
-        *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
-    ),
-)
+HELP = EngineHelp.of("idlm-serve", ServeConfig)
 
 
 def main() -> int:

@@ -60,21 +60,7 @@ class ArmPlan(NamedTuple):
     open: Callable[[], AbstractContextManager[Arm]]
 
 
-HELP = EngineHelp(
-    name="idlm-bench",
-    schema=BenchConfig,
-    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="Measures throughput and latencies of a checkpoint, or of servers with OpenAI's interface.\n"
-    "A checkpoint gets each load first with one token per pass (ar) and then with its decoder.",
-    examples=(
-        "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
-        "idlm-bench url=http://127.0.0.1:8000 load=fixed input_tokens=512 output_tokens=128 rate=2,4",
-    ),
-    keys=(
-        *("model", "url", "concurrency", "rate", "load", "num_requests", "output", "plot"),
-        *("sampling.temperature", "device"),
-    ),
-)
+HELP = EngineHelp.of("idlm-bench", BenchConfig)
 
 
 def main() -> int:

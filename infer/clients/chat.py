@@ -37,18 +37,7 @@ COMMANDS = {
 }
 FIXED = ("n", "logprobs")
 
-HELP = EngineHelp(
-    name="idlm-chat",
-    schema=ChatConfig,
-    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="A conversation with a checkpoint, or with any server that has OpenAI's interface. Tokens that\n"
-    "one forward pass accepted have one colour. In a pipe each line of standard input is a turn.",
-    examples=(
-        'idlm-chat model=outputs/qwen3_8b system="You are brief." sampling.temperature=0.7',
-        "idlm-chat url=http://127.0.0.1:8000",
-    ),
-    keys=("model", "url", "system", "sampling.temperature", "sampling.max_tokens", "stats", "device"),
-)
+HELP = EngineHelp.of("idlm-chat", ChatConfig)
 
 
 def main() -> int:

@@ -37,15 +37,7 @@ class DoctorConfig:
     json: bool = option("print one JSON object", False)
 
 
-HELP = CommandHelp(
-    name="idlm-doctor",
-    schema=DoctorConfig,
-    usage="[key=value ...]",
-    summary="Checks this installation: packages, GPU and driver, kernels, folders, and the law of sampling.\n"
-    "The exit status is 1 if there is a problem, each of which comes with a fix.",
-    examples=("idlm-doctor", "idlm-doctor extras=[serve,gpu] json=true"),
-    keys=("test", "extras", "json"),
-)
+HELP = CommandHelp.of("idlm-doctor", DoctorConfig)
 
 
 def main() -> int:

@@ -37,22 +37,7 @@ NUM_SEEDS = 2**63
 DEFAULT_NUM = 200
 """Prompts of a generated task."""
 
-HELP = EngineHelp(
-    name="idlm-eval",
-    schema=EvaluateConfig,
-    usage="model=PATH [key=value ...]",
-    summary="Decodes the prompts of a task whose answers a program can check. Prints exact match,\n"
-    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
-    examples=(
-        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
-        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
-        "idlm-eval model=outputs/qwen3_8b task=gsm8k data=gsm8k_test.jsonl sampling.max_tokens=32768",
-    ),
-    keys=(
-        *("model", "task", "data", "num", "baseline", "compare", "output"),
-        *("sampling.temperature", "sampling.max_tokens", "device"),
-    ),
-)
+HELP = EngineHelp.of("idlm-eval", EvaluateConfig)
 
 
 def main() -> int:
