@@ -20,6 +20,9 @@ REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
 MAX_LENGTH, PROMPT_ROWS = 4096, 8192
 STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 333)
+STEADY_TURNS = (4, 2)
+"""How often a load with short and one with long answers runs. The shortest time of each counts: of 256
+prompts at once vLLM took 1.0 s in one run and 1.7 s in the next."""
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
 
@@ -98,12 +101,16 @@ class Bench:
         return {"load": "prefill", "prompts": num_prompts, "length": STEADY_PROMPT // self.scale}
 
     def steady_loads(self, concurrency: int) -> list[Load]:
-        """The same prompts with short and with long answers, all at once."""
+        """The same prompts with short and with long answers, all at once, in all their turns."""
         params, prompt = SamplingParams(ignore_eos=True), STEADY_PROMPT // self.scale
         loads = []
-        for length in STEADY_LENGTHS:
+        for length, turns in zip(STEADY_LENGTHS, STEADY_TURNS, strict=True):
             lengths = [(prompt, length // self.scale)] * concurrency
-            loads.append(
-                Load("steady", make_jobs(lengths, params, ids=self.ids, rng=random.Random(3)), concurrency)
-            )
+            jobs = make_jobs(lengths, params, ids=self.ids, rng=random.Random(3))
+            loads += [Load("steady", jobs, concurrency)] * turns
         return loads
+
+    def steady_rate(self, concurrency: int, seconds: Sequence[float]) -> tuple[float, float]:
+        """Seconds of the prompts alone and output tokens per second, from the times of `steady_loads`."""
+        short, whole = min(seconds[: STEADY_TURNS[0]]), min(seconds[STEADY_TURNS[0] :])
+        return short, concurrency * self.steady_tokens / (whole - short)

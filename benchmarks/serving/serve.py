@@ -165,19 +165,19 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
 
 
 def _steady(bench: Bench, decoder: str, engine: Engine, number: int, peer_prefill: float | None) -> float:
-    """Rows of so many prompts at once. With few tokens: the shorter of two times, and that of half the first
-    tokens; with many more: output tokens per second, returned. `peer_prefill`: vLLM's time of the prompts."""
-    short, long = bench.steady_loads(number)
-    turns = [run_on_engine(engine, load, streams=False) for load in (short, short, long)]
-    first, second, whole = (max(each.end for each in records) - records[0].start for records in turns)
-    prefill = min(first, second)
+    """Rows of so many prompts at once. With few tokens: their time, and that of half the first tokens; with
+    many more: output tokens per second, returned. `peer_prefill`: vLLM's time of the prompts."""
+    loads = bench.steady_loads(number)
+    turns = [run_on_engine(engine, load, streams=False) for load in loads]
+    seconds = [max(each.end for each in records) - records[0].start for records in turns]
+    prefill, rate = bench.steady_rate(number, seconds)
     case = {"engine": "idlm", "decoder": decoder, **bench.prefill_case(number)}
     bench.add(case, "prefill_s", prefill, "s")
-    ttft = aggregate(turns[second < first], short)["stats"]["ttft"]
+    best = seconds.index(prefill)
+    ttft = aggregate(turns[best], loads[best])["stats"]["ttft"]
     bench.add(case, "ttft_ms", 1e3 * ttft["p50"], "ms")
     if peer_prefill is not None:
         bench.add(case, "prefill_over_vllm", prefill / peer_prefill, "x")
-    rate = number * bench.steady_tokens / (whole - prefill)
     case = {"engine": "idlm", "decoder": decoder, "load": "steady", "concurrency": number}
     bench.add(case, "output_tokens_per_s", rate, "tokens/s")
     return rate

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.serving.bench import MAX_LENGTH, PROMPT_ROWS, Bench
+from benchmarks.serving.bench import MAX_LENGTH, PROMPT_ROWS, STEADY_TURNS, Bench
 from benchmarks.serving.vllm_peer import run_vllm
 from idlm.errors import UserError
 from idlm.infer.clients.arms import (
@@ -22,8 +22,6 @@ from idlm.infer.engine import Engine
 
 PARITY = {"num": 16, "num_prompt_tokens": 64, "num_tokens": 32}
 MIXED, GREEDY = "mixed", "greedy"
-STEADY_TURNS = ("first", "short", "long")
-"""Loads of steady decoding. The first one, as short as the second, compiles the kernels."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,8 +55,7 @@ def measure_vllm(bench: Bench) -> Peer:
     maximum, prompt_rows = max(bench.concurrency), PROMPT_ROWS // bench.scale
     mixed, jobs = bench.mixed_load(maximum), dict[str, list[Job]]()
     for number in bench.concurrency if "steady" in bench.parts else ():
-        short, long = (load.jobs for load in bench.steady_loads(number))
-        jobs |= {f"{turn} {number}": each for turn, each in zip(STEADY_TURNS, (short, short, long))}
+        jobs |= {f"{number}, {turn}": load.jobs for turn, load in enumerate(bench.steady_loads(number))}
     if MIXED in bench.parts:
         jobs[MIXED] = mixed.jobs
     jobs[GREEDY] = greedy_jobs(mixed.jobs, **PARITY)
@@ -84,9 +81,8 @@ def measure_vllm(bench: Bench) -> Peer:
         engine=case["engine"], rates={}, prefill={}, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"]
     )
     for number in bench.concurrency if "steady" in bench.parts else ():
-        first, short, long = (loads[f"{turn} {number}"]["seconds"] for turn in STEADY_TURNS)
-        peer.prefill[number] = min(first, short)
-        peer.rates["steady", number] = number * bench.steady_tokens / (long - peer.prefill[number])
+        seconds = [loads[f"{number}, {turn}"]["seconds"] for turn in range(sum(STEADY_TURNS))]
+        peer.prefill[number], peer.rates["steady", number] = bench.steady_rate(number, seconds)
         own = {**case, **bench.prefill_case(number)}
         bench.add(own, "prefill_s", peer.prefill[number], "s", gate_passed=is_complete)
     if MIXED in bench.parts:
