@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,114 +61,67 @@ class AdaptedLinear(nn.Linear):
         """`x` [..., D] to [..., E]: all rows by the base if the gate is closed, all adapted if it is open."""
         if not self.gate.is_open:
             return functional.linear(x, self.weight, self.bias)
-        [out] = adapted(x, [self.weight], [] if self.bias is None else [self.bias], [self])
-        return out
+        return self.of_reduced(x, self.reduced(x, self.lora_A))
+
+    def of_reduced(self, x: Tensor, low: Tensor) -> Tensor:
+        return adapted(x, self.weight, self.bias, low, [self.lora_B], self.scaling)
+
+    def reduced(self, x: Tensor, a_rD: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return functional.linear(x, a_rD)
+        return functional.linear(x.to(a_rD.dtype), a_rD)
 
 
 def adapted(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], layers: list[AdaptedLinear]
-) -> list[Tensor]:
-    """What `layers` make of their one input `x` [..., D]: the outputs of each of `weights` [E, D], which are
-    theirs, or several of theirs one below the other. `biases`: of each weight, or none."""
-    parts: list[Tensor] = [layer.lora_B for layer in layers]
-    a_RD = torch.cat([layer.lora_A for layer in layers])
-    is_autocast, scaling = torch.is_autocast_enabled(x.device.type), layers[0].scaling
-    if is_autocast or x.dtype == a_RD.dtype:
-        dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
-        x, a_RD = x.to(dtype), a_RD.to(dtype)
-        weights, biases, parts = ([one.to(dtype) for one in each] for each in (weights, biases, parts))
-        low = functional.linear(x.detach(), a_RD.detach())
-        adapted_outs: list[Tensor] = _adapted(x, weights, biases, a_RD, low, parts, scaling)
-        return adapted_outs
-    outs = plain(x, weights, biases)
-    low = functional.linear(x.to(a_RD.dtype), a_RD)
-    updates = [functional.linear(low[..., ranks], b_Er) for _, ranks, b_Er in _parts_of(outs, parts)]
-    sizes = [out.shape[-1] for out in outs]
-    all_updates = (torch.cat(updates, dim=-1) * scaling).split(sizes, dim=-1)
-    return [out + update.to(out.dtype) for out, update in zip(outs, all_updates, strict=True)]
-
-
-def plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of each of `weights`, whose `biases` are as many or none."""
-    return [functional.linear(x, *both) for both in zip_longest(weights, biases)]
-
-
-def _parts_of(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """For each B of `parts` [E, r], in order: its columns [M, E] of `outs`, and those of A x."""
-    rest, rank = iter(parts), 0
-    for out in outs:
-        column, out_ME = 0, out.flatten(0, -2)
-        while column < out_ME.shape[1]:
-            b_Er = next(rest)
-            yield out_ME[:, column : column + len(b_Er)], slice(rank, rank + b_Er.shape[1]), b_Er
-            column, rank = column + len(b_Er), rank + b_Er.shape[1]
+    x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, low: Tensor, parts: list[Tensor], scaling: float
+) -> Tensor:
+    """`x` [..., D] by the base, [..., E], with the update of `low` [..., r]. `parts` [E, r]: the B of layers
+    whose weights stand one below the other in `weight_ED`, and whose `low` stand one after the other."""
+    dtype = low.dtype
+    if torch.is_autocast_enabled(x.device.type) or x.dtype == dtype:
+        bias_E = None if bias_E is None else bias_E.to(dtype)
+        parts = [b_Er.to(dtype) for b_Er in parts]
+        return _adapted(x.to(dtype), weight_ED.to(dtype), bias_E, low, parts, scaling)
+    base, lows = functional.linear(x, weight_ED, bias_E), low.split([b.shape[1] for b in parts], dim=-1)
+    updates = [functional.linear(*both) * scaling for both in zip(lows, parts, strict=True)]
+    return base + torch.cat(updates, dim=-1).to(base.dtype)
 
 
 @torch.library.custom_op("idlm::adapted_linear", mutates_args=())
 def _adapted(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a_RD: Tensor,
-    low: Tensor,
-    parts: Sequence[Tensor],
-    scaling: float,
-) -> list[Tensor]:
-    """`adapted` in one dtype, where `low` [..., R] is A x, as one operator: updates are added in place, where
-    `torch.addmm` in a compiled layer would copy all outputs of the base first."""
-    outs, low_MR = plain(x, weights, biases), low.flatten(0, -2)
-    for out_ME, ranks, b_Er in _parts_of(outs, parts):
-        out_ME.addmm_(low_MR[:, ranks], b_Er.t(), alpha=scaling)
-    return outs
+    x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, low: Tensor, parts: Sequence[Tensor], scaling: float
+) -> Tensor:
+    """`adapted` in one dtype, as one operator: the update is added in place, where `torch.addmm` in a
+    compiled layer would copy all outputs of the base first."""
+    out = functional.linear(x, weight_ED, bias_E)
+    for out_ME, low_Mr, b_Er in _by_part(out, low, parts):
+        out_ME.addmm_(low_Mr, b_Er.t(), alpha=scaling)
+    return out
+
+
+def _by_part(out: Tensor, low: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    sizes, ranks = zip(*(b_Er.shape for b_Er in parts), strict=True)
+    outs, lows = out.flatten(0, -2).split(sizes, dim=-1), low.flatten(0, -2).split(ranks, dim=-1)
+    return zip(outs, lows, parts, strict=True)
 
 
 @_adapted.register_fake
-def _adapted_shapes(x: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+def _adapted_shape(x: Tensor, weight_ED: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_ED.shape[0])
 
 
-@torch.library.custom_op("idlm::adapted_linear_backward", mutates_args=())
-def _adapted_backward(
-    douts: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    a_RD: Tensor,
-    low: Tensor,
-    parts: Sequence[Tensor],
-    scaling: float,
-) -> list[Tensor]:
-    """Gradients of `x`, A and `parts`, each summed in place."""
-    x_MD, low_MR = x.flatten(0, -2), low.flatten(0, -2)
-    dx_MD, dlow_MR, dparts = torch.empty_like(x_MD), torch.empty_like(low_MR), []
-    for index, (dout, weight_ED) in enumerate(zip(douts, weights, strict=True)):
-        dx_MD.addmm_(dout.flatten(0, -2), weight_ED, beta=0 if index == 0 else 1)
-    for dout_ME, ranks, b_Er in _parts_of(douts, parts):
-        dlow_MR[:, ranks].addmm_(dout_ME, b_Er, beta=0, alpha=scaling)
-        dpart_Er = torch.empty_like(b_Er)
-        dparts.append(dpart_Er.addmm_(dout_ME.t(), low_MR[:, ranks], beta=0, alpha=scaling))
-    dx_MD.addmm_(dlow_MR, a_RD)
-    return [dx_MD.view(x.shape), dlow_MR.t() @ x_MD, *dparts]
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight_ED, _, low, parts, ctx.scaling = inputs
+    ctx.save_for_backward(weight_ED, low, *parts)
 
 
-@_adapted_backward.register_fake
-def _gradient_shapes(
-    _: Any, x: Tensor, weights: Any, a_RD: Tensor, low: Any, parts: Sequence[Tensor], scaling: float
-) -> list[Tensor]:
-    return [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, a_RD, *parts)]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, a_RD, low, parts, ctx.scaling = inputs
-    ctx.num_weights, ctx.num_biases = len(weights), len(biases)
-    ctx.save_for_backward(x, a_RD, low, *weights, *parts)
-
-
-def _gradients(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
-    """The base is frozen, and what `low` depends on has its gradient from here."""
-    x, a_RD, low, *rest = ctx.saved_tensors
-    weights, parts = rest[: ctx.num_weights], rest[ctx.num_weights :]
-    dx, da_RD, *dparts = _adapted_backward(douts, x, weights, a_RD, low, parts, ctx.scaling)
-    return dx, [None] * ctx.num_weights, [None] * ctx.num_biases, da_RD, None, dparts, None
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    """Of `x`, `low` and B; the base is frozen."""
+    weight_ED, low, *parts = ctx.saved_tensors
+    by_part = list(_by_part(dout, low, parts))
+    dlow_MR = torch.cat([dout_ME @ b_Er for dout_ME, _, b_Er in by_part], dim=-1) * ctx.scaling
+    dparts = [dout_ME.t() @ low_Mr * ctx.scaling for dout_ME, low_Mr, _ in by_part]
+    return dout @ weight_ED, None, None, dlow_MR.view(low.shape), dparts, None
 
 
 torch.library.register_autograd("idlm::adapted_linear", _gradients, setup_context=_save_for_backward)

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from idlm.devices import free_cached_memory
 from idlm.train.model.attention import SEEN, forget_clean_keys
-from idlm.train.model.gated_lora import AdaptedLinear, GatedEmbedding, adapted, gate_of, plain
+from idlm.train.model.gated_lora import AdaptedLinear, GatedEmbedding, adapted, gate_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -311,15 +312,20 @@ class SharedInput:
 
     def _outputs(self, x: Tensor) -> Sequence[Tensor]:
         layers = self.layers
-        weights = [layer.weight for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if self.is_one_product:
-            weights, biases = [torch.cat(weights)], [torch.cat(biases)] if biases else []
+        sizes = [layer.out_features for layer in layers]
         is_adapted = isinstance(layers[0], AdaptedLinear) and layers[0].gate.is_open
-        outs = adapted(x, weights, biases, layers) if is_adapted else plain(x, weights, biases)
+        low = layers[0].reduced(x, torch.cat([layer.lora_A for layer in layers])) if is_adapted else None
         if not self.is_one_product:
-            return outs
-        return outs[0].split([layer.out_features for layer in layers], dim=-1)
+            if low is None:
+                return [functional.linear(x, layer.weight, layer.bias) for layer in layers]
+            lows = low.split([len(layer.lora_A) for layer in layers], dim=-1)
+            return [layer.of_reduced(x, part) for layer, part in zip(layers, lows, strict=True)]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+        if low is None:
+            return functional.linear(x, weight, bias).split(sizes, dim=-1)
+        parts = [layer.lora_B for layer in layers]
+        return adapted(x, weight, bias, low, parts, layers[0].scaling).split(sizes, dim=-1)
 
 
 class SharedLinear(nn.Linear):
