@@ -89,6 +89,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         chat = body.chat()
         async with connected(request):
             generation = await service.chat(chat, request.state.client)
+        generation.notes += body.notes
         reply = ResponseReply(body, chat, generation, service.shown(chat, generation), store)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 

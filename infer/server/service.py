@@ -137,7 +137,7 @@ class Service:
         return self._stores.setdefault(owner, ResponseStore(share))
 
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
-        body.calls_as(self._call_format)
+        body._format = self._call_format or body._format
         with self.checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             token_ids, notes = await self.encode_chat(body, params.n, client)

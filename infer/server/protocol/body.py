@@ -25,6 +25,8 @@ NEUTRAL: Mapping[str, Sequence[Any]] = _FIELDS["neutral"]
 """Fields that are not supported, and their values that have no effect, but for empty ones."""
 OTHER_PARTS: Mapping[str, str] = _FIELDS["other_parts"]
 """Types of parts of messages, and what they hold."""
+HOSTED: Sequence[str] = _FIELDS["hosted_tools"]
+"""Types of tools that nothing runs here."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""
 NOT_JSON = f"text that is not valid Unicode, an infinite number, or more than {MAX_NESTED} levels"

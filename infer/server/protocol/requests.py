@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -43,9 +44,8 @@ NumLogprobs = Annotated[int, WHOLE, Field(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Biases = dict[
-    Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Bias]
 DecoderOptions = Annotated[dict[Unicode, bool | Integer | Number | Unicode | None], Field(max_length=32)]
 
 
@@ -234,6 +234,13 @@ class ChatMessage(Body):
             raise FieldError(f"{location}content", "Field required")
 
 
+class ReasoningOptions(Body):
+    """Responses have `effort` here, and so do chats of OpenRouter's clients."""
+
+    effort: Unicode | None = None
+    enabled: bool | None = None
+
+
 class TemplateOptions(Body):
     """Variables of the chat template that a request sets; two of them switch reasoning on or off."""
 
@@ -258,15 +265,13 @@ class ChatRequest(SamplingFields):
     top_logprobs: NumLogprobs | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Unicode | None = None
+    reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     _format: CallFormat = PrivateAttr(default=FORMATS["hermes"])
-
-    def calls_as(self, given: CallFormat | None) -> None:
-        """Let constraints be of calls in this format."""
-        self._format = given or self._format
+    """How calls are written."""
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; of OpenAI's two names of the longest answer the newer one wins."""
@@ -316,15 +321,13 @@ class ChatRequest(SamplingFields):
             name, has_many = self.tool_choice.function.name, False
             tools = [tool for tool in tools if tool.function.name == name]
         schemas = {tool.function.name: tool.arguments_schema(is_free=not self.must_call) for tool in tools}
+        grammar = partial(calls_grammar, self._format, schemas, is_forced=self.must_call, has_many=has_many)
         if not given or self.must_call:
-            text = calls_grammar(self._format, schemas, is_forced=self.must_call, has_many=has_many)
-            return [*given, ("tools", "grammar", text)]
+            return [*given, ("tools", "grammar", grammar())]
         [(field, kind, value)] = given
         if kind == "grammar":
             raise FieldError(field, "not with tools; set tool_choice=none, or give a schema, regex or choice")
-        answer = answer_rules(Constraint(kind=kind, text=value))
-        text = calls_grammar(self._format, schemas, is_forced=False, has_many=has_many, answer=answer)
-        return [(field, "grammar", text)]
+        return [(field, "grammar", grammar(answer=answer_rules(Constraint(kind=kind, text=value))))]
 
     def plain_messages(self) -> list[dict[str, Any]]:
         return [message.plain(f"messages.{number}") for number, message in enumerate(self.messages)]
@@ -351,14 +354,19 @@ class ChatRequest(SamplingFields):
             if name not in variables:
                 rule = f"the model's chat template does not read it{did_you_mean(name, variables)}"
                 raise FieldError(f"chat_template_kwargs.{name}", rule)
-        has_effort = self.reasoning_effort is not None and "reasoning_effort" in variables
-        return {"reasoning_effort": self.reasoning_effort} | given if has_effort else given
+        has_effort = self._effort is not None and "reasoning_effort" in variables
+        return {"reasoning_effort": self._effort} | given if has_effort else given
+
+    @property
+    def _effort(self) -> str | None:
+        return self.reasoning_effort or (self.reasoning or ReasoningOptions()).effort
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""
         options = self.chat_template_kwargs or TemplateOptions()
         values = [self.enable_thinking, options.enable_thinking, options.thinking]
-        values += [False if self.reasoning_effort == "none" else default]
+        values.append((self.reasoning or ReasoningOptions()).enabled)
+        values.append(False if self._effort == "none" else default)
         return next((value for value in values if value is not None), None)
 
 
@@ -373,9 +381,8 @@ class CompletionRequest(SamplingFields):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; an echo with logprobs has those of the prompt."""
-        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        if self.echo and self.max_tokens == 0:
-            counts.append(0)
+        of_echo = [self.logprobs, 0 if self.max_tokens == 0 else None]
+        counts = [self.prompt_logprobs, *(of_echo if self.echo else ())]
         scored = max((number for number in counts if number is not None), default=None)
         return self.merged(defaults, prompt_logprobs=scored)
 

@@ -1,17 +1,21 @@
 """Bodies of requests for responses (OpenAI's Responses API), which are translated to chats. Items of `input`
-are messages, or parts of one: reasoning, text and calls of an answer are items of their own."""
+are messages, or parts of one: reasoning, text and calls of an answer are items of their own. Chats have
+functions alone: those of a namespace have its name in theirs, a custom tool is a function of one text, and
+tools that the server would have to run are left out, since a model need not call any."""
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from idlm.contracts import SamplingParams
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.protocol.body import (
+    HOSTED,
     NOT_JSON,
     Body,
     NamedSchema,
@@ -33,6 +37,7 @@ from idlm.infer.server.protocol.requests import (
     NamedFunction,
     NamedTool,
     NumLogprobs,
+    ReasoningOptions,
     SamplingFields,
     TemplateOptions,
     Tool,
@@ -50,6 +55,10 @@ NAMES = {
     "response_format.json_schema": "text.format.schema",
 }
 """Fields of a chat that have another name here."""
+FUNCTIONS = "functions"
+"""The namespace of functions without one."""
+TEXT_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Arguments of a custom tool as a function."""
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
@@ -68,7 +77,9 @@ class Item(Body):
     """A part of a conversation; messages need no type. `id` and `status` come with answers."""
 
     type: (
-        Literal["message", "reasoning", "function_call", "function_call_output", "item_reference"] | None
+        Literal["message", "reasoning", "function_call", "function_call_output", "item_reference"]
+        | Literal["custom_tool_call", "custom_tool_call_output"]
+        | None
     ) = None
     id: Unicode | None = None
     status: Unicode | None = None
@@ -77,7 +88,9 @@ class Item(Body):
     summary: list[ItemPart] | None = None
     call_id: Text | None = None
     name: Text | None = None
+    namespace: Text | None = None
     arguments: Unicode | None = None
+    input: Unicode | None = None
     output: Unicode | list[ItemPart] | None = None
 
     def check(self, location: str = "") -> None:
@@ -95,7 +108,9 @@ class Item(Body):
 
     @property
     def call(self) -> ToolCall:
-        called = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+        name = flat_name(self.namespace, self.name or "")
+        arguments = self.arguments if self.input is None else json.dumps({"input": self.input})
+        called = CalledFunction.model_construct(name=name, arguments=arguments)
         return ToolCall.model_construct(id=self.call_id, function=called)
 
     def message(self) -> ChatMessage:
@@ -104,9 +119,9 @@ class Item(Body):
         if self.type == "reasoning":
             thought = fields["content"] or joined_text(self.summary)
             fields |= {"content": "", "reasoning_content": thought}
-        elif self.type == "function_call":
+        elif self.type in CALLS:
             fields["tool_calls"] = [self.call]
-        elif self.type == "function_call_output":
+        elif self.type in RESULTS:
             fields |= {"role": "tool", "content": joined_text(self.output), "tool_call_id": self.call_id}
         return ChatMessage.model_construct(**fields)
 
@@ -115,7 +130,7 @@ class Item(Body):
         client has sent, which may be no JSON."""
         kind, is_answer = self.type or "message", self.role == "assistant"
         prefix, *names = KINDS[kind]
-        fields = {name: getattr(self, name) for name in names}
+        fields = {name: getattr(self, name) for name in (*names, "namespace")}
         if isinstance(self.content, str):
             of_message = "output_text" if is_answer else "input_text"
             text_type = "reasoning_text" if kind == "reasoning" else of_message
@@ -135,9 +150,12 @@ KINDS = {
     "reasoning": ("rs", "content", "summary"),
     "function_call": ("fc", "call_id", "name", "arguments"),
     "function_call_output": ("fco", "call_id", "output"),
+    "custom_tool_call": ("ctc", "call_id", "name", "input"),
+    "custom_tool_call_output": ("ctco", "call_id", "output"),
     "item_reference": ("",),
 }
 """How ids of an item begin, and which fields it has, by its type; of reasoning one is enough."""
+CALLS, RESULTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -145,6 +163,29 @@ class FlatTool(Function):
     """A tool as here; that of a chat has an object for its function."""
 
     type: Literal["function"]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name of a function of a namespace among all functions."""
+    return name if namespace in (None, FUNCTIONS) else f"{namespace}__{name}"
+
+
+def flat_tools(tools: Any, namespace: str | None = None) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Tools as functions, each with what its calls have besides: the type of custom ones, and the namespace.
+    Other values as they are."""
+    for tool in tools if isinstance(tools, list) else ():
+        given = tool if isinstance(tool, dict) else {}
+        if given.get("type") == "namespace":
+            yield from flat_tools(given.get("tools"), given.get("name"))
+            continue
+        origin = {
+            "name": given.get("name", ""),
+            **({} if namespace in (None, FUNCTIONS) else {"namespace": namespace}),
+        }
+        if given.get("type") == "custom":
+            tool = {"type": "function", "parameters": TEXT_INPUT, "description": given.get("description")}
+            origin["type"] = "custom_tool_call"
+        yield ({**tool, "name": flat_name(namespace, origin["name"])} if origin["name"] else tool), origin
 
 
 class FlatChoice(NamedFunction):
@@ -158,10 +199,6 @@ class TextFormat(NamedSchema):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-
-
-class ReasoningOptions(Body):
-    effort: Unicode | None = None
 
 
 class ResponseRequest(SamplingFields):
@@ -189,6 +226,42 @@ class ResponseRequest(SamplingFields):
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     _context: Sequence[Item] = PrivateAttr(default=())
+    _origins: dict[str, dict[str, str]] = PrivateAttr(default_factory=dict)
+    _left_out: set[str] = PrivateAttr(default_factory=set)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_functions(
+        cls, value: Any, handler: ModelWrapValidatorHandler[ResponseRequest]
+    ) -> ResponseRequest:
+        """With functions in place of other tools, also of those that come in items of the type
+        `additional_tools`."""
+        given = value if isinstance(value, dict) else {}
+        items, tools = given.get("input"), given.get("tools") or []
+        if isinstance(items, list):
+            more = [one for one in items if isinstance(one, dict) and one.get("type") == "additional_tools"]
+            tools = [*tools, *(tool for one in more for tool in one.get("tools") or ())]
+            value = {**given, "input": [one for one in items if one not in more]} if more else value
+        flat = [*flat_tools(tools)]
+        if flat:
+            kinds = [tool.get("type") if isinstance(tool, dict) else None for tool, _ in flat]
+            value = {**value, "tools": [tool for (tool, _), kind in zip(flat, kinds) if kind not in HOSTED]}
+        body = handler(value)
+        if flat:
+            body._origins = {tool["name"]: origin for tool, origin in flat if origin["name"]}
+            body._left_out = {kind for kind in HOSTED if kind in kinds}
+        return body
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the request does not hold."""
+        return [
+            f"tools of type {kind} are left out: nothing runs them here" for kind in sorted(self._left_out)
+        ]
+
+    def origin(self, name: str) -> dict[str, str]:
+        """What a call of the function `name` has: its own name, and its type and namespace, if any."""
+        return self._origins.get(name) or {"name": name}
 
     def check(self, location: str = "") -> None:
         """Also fields that have another name here."""
@@ -239,7 +312,6 @@ class ResponseRequest(SamplingFields):
             "response_format": form and ResponseFormat.model_construct(type=form.type, json_schema=schema),
             "stream_options": None,
             "logprobs": has_logprobs,
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "tools": [Tool.model_construct(type="function", function=tool) for tool in self.tools or ()],
             "tool_choice": choice,
         }

@@ -4,6 +4,7 @@ items (reasoning, text, calls), or the typed events of a stream."""
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ Event = tuple[str, dict[str, Any]]
 """Type and fields. They are those of the moment, so that an event is sent before the next one is made."""
 PARTS = {"reasoning_content": "reasoning_text", "content": "output_text"}
 """Types of the parts that hold what a delta of a chat has under these names."""
+ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""The field of a call's arguments, by its type."""
 
 
 class ResponseReply(ChatReply):
@@ -142,13 +145,18 @@ class ResponseReply(ChatReply):
         """A part of a call: its name, or its arguments, which come whole."""
         if "id" in call:
             yield from self._close()
-            about = {"type": "function_call", "call_id": call["id"], "arguments": ""}
-            yield self._added(about | {"name": call["function"]["name"]})
+            about = {"type": "function_call", "call_id": call["id"]}
+            about |= self._body.origin(call["function"]["name"])
+            yield self._added(about | {ARGUMENTS[about["type"]]: ""})
             return
         item, text = self._items[-1], call["function"]["arguments"]
-        yield "function_call_arguments.delta", {**self._where, "delta": text}
-        item["arguments"] = text
-        yield "function_call_arguments.done", {**self._where, "name": item["name"], "arguments": text}
+        field = ARGUMENTS[item["type"]]
+        if field == "input":
+            text = json.loads(text).get(field, text)
+        kind = "custom_tool_call_input" if field == "input" else "function_call_arguments"
+        yield f"{kind}.delta", {**self._where, "delta": text}
+        item[field] = text
+        yield f"{kind}.done", {**self._where, "name": item["name"], field: text}
         yield self._item("done", "completed")
 
     @property

@@ -166,3 +166,16 @@ def test_text_that_is_wrong_names_its_field_beside_tools(fields: dict[str, Any],
     error = body.named(from_user_error(found.value, prompt_field="messages"))
     assert (error.status, error.param, error.code) == (400, name, "IDLM-0474")
     assert error.message.startswith(f"{name}: ") and body.is_whole_constrained
+
+
+def test_reasoning_is_chosen_in_either_form() -> None:
+    for fields, effort, thinks in (
+        ({"reasoning": {"effort": "low"}}, "low", None),
+        ({"reasoning": {"effort": "none"}}, "none", False),
+        ({"reasoning": {"enabled": False}, "reasoning_effort": "high"}, "high", False),
+        ({"reasoning": {"enabled": True}, "enable_thinking": False}, None, False),
+    ):
+        body = chat(**fields)
+        body.check()
+        assert body.template_kwargs(["reasoning_effort"]).get("reasoning_effort") == effort
+        assert body.thinking(None) is thinks

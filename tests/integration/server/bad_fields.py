@@ -152,7 +152,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
             ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
             ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
             ({"text": {"format": {"type": "text", "schema": {"minimum": 1e400}}}}, "text.format"),
-            ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+            ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
             ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools.1.name"),
             ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
             ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
