@@ -8,17 +8,10 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 _DECODER = json.JSONDecoder()
-
-
-class Call(NamedTuple):
-    """A call of the tool `name`; `arguments` is a JSON object."""
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +45,9 @@ class CallFormat:
         written = name if self.head else json.dumps(name, ensure_ascii=False)
         return self.opening.replace("NAME", written)
 
-    def read(self, body: str) -> list[Call]:
-        """The calls of a group without `begin` and `end`; none if any part of it is something else."""
+    def read(self, body: str) -> list[tuple[str, str]]:
+        """The calls of a group without `begin` and `end`, each a name and arguments as JSON; none if any part
+        of it is something else."""
         try:
             return [_call(value, needs_arguments=self.is_bare) for value in self._values(body)]
         except (ValueError, RecursionError):
@@ -80,13 +74,13 @@ def _matched(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str]:
     return found
 
 
-def _call(value: Any, *, needs_arguments: bool) -> Call:
+def _call(value: Any, *, needs_arguments: bool) -> tuple[str, str]:
     """The call of a JSON object with a name and, under one of two names, arguments. Raises ValueError."""
     name = value.get("name") if isinstance(value, dict) else None
     arguments = name and value.get("arguments", value.get("parameters", None if needs_arguments else {}))
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         raise ValueError("neither a name nor an object of arguments")
-    return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -122,7 +122,7 @@ class CallParser:
                 break
             assert self._begun is not None
             if calls := self._format.read(body):
-                pieces += [ParsedPart("call", call.arguments, call.name) for call in calls]
+                pieces += [ParsedPart("call", text, name) for name, text in calls]
                 self._space, self._follows_call = "", True
             else:
                 pieces += self._content(self._begun + body + end)

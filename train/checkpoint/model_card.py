@@ -4,6 +4,7 @@ often drafts were accepted, how to load it, and what it cannot do. Every figure 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -25,36 +26,7 @@ Records = Sequence[dict[str, Any]]
 NAME_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MAX_NAMES = 8
 """Names of data files that a card lists."""
-KINDS = {
-    "idlm": "An introspective diffusion language model: one pass proposes several tokens at MASK rows and "
-    "verifies those of the pass before. Its other rows predict the next token, as in the base.",
-    "block": "A block diffusion language model: the tokens of a block see each other, and several of them "
-    "are decided in one pass.",
-    "full": "A diffusion language model: all tokens of an answer see each other, and several of them are "
-    "decided in one pass.",
-    "ar": "An autoregressive language model.",
-}
-HOW_TO_LOAD = """With [idlm](https://arxiv.org/abs/2604.11035), on the command line or from Python:
-
-```bash
-idlm-generate model={folder} -p "..."
-```
-
-```python
-from idlm import Engine, SamplingParams
-
-engine = Engine.from_pretrained("{folder}")
-[answer] = engine.generate(["..."], SamplingParams(max_tokens=256))
-print(answer.text)
-```"""
-STOCK = """transformers (4.57 or 5), vLLM and SGLang load it as `{architecture}` and decode token by token:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-```"""
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def model_card(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> str:
@@ -63,7 +35,7 @@ def model_card(config: TrainConfig, prepared: Prepared, *, stride: int, target: 
     parts = [
         f"---\n{_front_matter(config, prepared)}---",
         f"# {output}" + (f": {folder}" if folder != output else ""),
-        KINDS.get(config.objective, f"A language model of the objective `{config.objective}`."),
+        TEXTS["kinds"].get(config.objective, f"A language model of the objective `{config.objective}`."),
         table(("", ""), _facts(config, prepared, records, stride)),
         "## Data",
         table(("", ""), _data_facts(data_report(config, prepared), records)),
@@ -182,7 +154,7 @@ def _acceptance(records: Records) -> list[str]:
 
 
 def _loading(config: TrainConfig, prepared: Prepared, folder: str) -> list[str]:
-    parts = [HOW_TO_LOAD.format(folder=folder)]
+    parts = [TEXTS["how_to_load"].format(folder=folder)]
     if config.is_gated:
         parts.append(
             f"The base (`{prepared.base.name}`) is loaded from the path in `adapter_config.json`, or from "
@@ -190,7 +162,7 @@ def _loading(config: TrainConfig, prepared: Prepared, folder: str) -> list[str]:
             "too, but without a gate: they apply the adapter to every row, which is another model."
         )
     elif prepared.objective.predicts_next or config.objective == "ar":
-        parts.append(STOCK.format(folder=folder, architecture=type(prepared.model).__name__))
+        parts.append(TEXTS["stock"].format(folder=folder, architecture=type(prepared.model).__name__))
     else:
         parts.append(
             "transformers, vLLM and SGLang load the weights, but let each token see only those before it: "

@@ -18,14 +18,14 @@ from idlm.infer.server.errors import ApiError, FieldError
 Text = Annotated[str, Field(min_length=1)]
 Unicode = Annotated[str, Field(min_length=0)]
 """Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
-_FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
-OF_REQUESTS, OF_MESSAGES = frozenset(_FIELDS["of_requests"]), frozenset(_FIELDS["of_messages"])
+FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+OF_REQUESTS, OF_MESSAGES = frozenset(FIELDS["of_requests"]), frozenset(FIELDS["of_messages"])
 """Fields that do not affect the answer."""
-NEUTRAL: Mapping[str, Sequence[Any]] = _FIELDS["neutral"]
+NEUTRAL: Mapping[str, Sequence[Any]] = FIELDS["neutral"]
 """Fields that are not supported, and their values that have no effect, but for empty ones."""
-OTHER_PARTS: Mapping[str, str] = _FIELDS["other_parts"]
+OTHER_PARTS: Mapping[str, str] = FIELDS["other_parts"]
 """Types of parts of messages, and what they hold."""
-HOSTED: Sequence[str] = _FIELDS["hosted_tools"]
+HOSTED: Sequence[str] = FIELDS["hosted_tools"]
 """Types of tools that nothing runs here."""
 MAX_NESTED = 100
 """Levels of JSON within a request."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -15,6 +15,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 from idlm.contracts import SamplingParams
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.protocol.body import (
+    FIELDS,
     HOSTED,
     NOT_JSON,
     Body,
@@ -48,12 +49,7 @@ from idlm.infer.server.replies.stored import ResponseStore
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 """What OpenAI leaves out unless it is wanted. Reasoning is not encrypted here, so the second adds nothing."""
 LOGPROBS = get_args(Include)[0]
-NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "response_format.json_schema": "text.format.schema",
-}
+NAMES: Mapping[str, str] = FIELDS["names_in_responses"]
 """Fields of a chat that have another name here."""
 FUNCTIONS = "functions"
 """The namespace of functions without one."""
@@ -145,15 +141,7 @@ class Item(Body):
         return about | {name: value for name, value in fields.items() if value is not None}
 
 
-KINDS = {
-    "message": ("msg", "role", "content"),
-    "reasoning": ("rs", "content", "summary"),
-    "function_call": ("fc", "call_id", "name", "arguments"),
-    "function_call_output": ("fco", "call_id", "output"),
-    "custom_tool_call": ("ctc", "call_id", "name", "input"),
-    "custom_tool_call_output": ("ctco", "call_id", "output"),
-    "item_reference": ("",),
-}
+KINDS: Mapping[str, Sequence[str]] = FIELDS["items"]
 """How ids of an item begin, and which fields it has, by its type; of reasoning one is enough."""
 CALLS, RESULTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
