@@ -23,7 +23,7 @@ from idlm.text.templates import (
 )
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
 from idlm.text.tokenizer import encode_text, plain_text, special_token_ids, special_tokens, without_ends
-from idlm.text.turn_ends import WORD, after_end, next_tags
+from idlm.text.turn_ends import QUESTION, WORD, after_end, next_tags
 
 TRAILING = "turns after the last trained answer are left out"
 NO_END = "answers before a turn that begins as no answer ends are trained without an end"
@@ -94,7 +94,7 @@ def _ended_once(template: Template, messages: Sequence[Message]) -> list[Message
     for message in messages:
         content = message.get("content") if message["role"] == "assistant" else ""
         if isinstance(content, str) and content.rstrip().endswith(ends):
-            after = template.around([{"role": "user", "content": "a"}])[1].lstrip()
+            after = template.around([QUESTION])[1].lstrip()
             appended = [end for end in ends if after.startswith(end)]
             closing = (*appended, eos) if appended and eos else (*appended,)
             message = {**message, "content": without_ends(content, closing)}
@@ -231,7 +231,7 @@ class Template:
     def of(cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], **names: Any) -> Template:
         """UserError IDLM-0215 without a template."""
         text = template_text(tokenizer, tools)
-        ends = after_end(tokenizer, text), next_tags(tokenizer, text)
+        ends = after_end(tokenizer, text, bool(tools)), next_tags(tokenizer, text, bool(tools))
         return cls(tokenizer, tools, template_names(text, (), **names), text, *ends)
 
     def draw(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
@@ -257,8 +257,7 @@ class Template:
 
     def opener(self) -> str:
         """Return what opens an assistant's turn; empty where nothing does."""
-        question = [{"role": "user", "content": "a"}]
-        closed, opened = self.draw(question), self.draw(question, is_open=True)
+        closed, opened = self.draw([QUESTION]), self.draw([QUESTION], is_open=True)
         return opened[len(closed) :] if opened.startswith(closed) else ""
 
     def prompt(self, history: Sequence[Message]) -> str:
@@ -321,9 +320,10 @@ class Template:
         if closed.startswith(head):
             return closed[len(head) :]
         before, _ = self.around(history)
+        leads = ("", self.around([QUESTION])[0].removeprefix(self.draw([QUESTION], is_open=True)).strip())
         for num in range(min(len(head), MAX_HEADER), 0, -1):
             start, found, rest = before.rpartition(head[-num:])
-            if found and not rest.strip():
+            if found and rest.strip() in leads:
                 before = start + found
                 break
         if not before or not closed.startswith(before):

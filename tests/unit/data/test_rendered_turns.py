@@ -22,7 +22,6 @@ from tests.errors import refused
 from tests.unit.data.template_forms import (
     FORMS,
     HEADERS_MARKED,
-    ONE_TOKEN_HEADERS,
     OPENS_AFTER_USERS,
     SYSTEM_LAST,
     THINKING_SWITCH,
@@ -219,22 +218,6 @@ def test_a_switch_of_another_name_lets_an_answer_think(content: str) -> None:
         prompt, targets = parts(tokenizer, sample)
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], enable_thinking=is_on))
         assert prompt.endswith("<think>" if is_on else "</think>") and targets == [output + END]
-
-
-def test_what_a_template_writes_after_the_last_turn_is_not_trained() -> None:
-    messages = [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")]
-    for form in ("second end", "always opened"):
-        tokenizer = form_tokenizer(form)
-        sample = sample_of(tokenizer, messages)
-        assert parts(tokenizer, sample)[1] == ["Yes" + END, "No" + END]
-        assert tokenizer.decode(sample.token_ids).rstrip().endswith("No" + END)
-    without_text = tokenizer_with(ONE_TOKEN_HEADERS)
-    sample = sample_of(without_text, messages)
-    assert parts(without_text, sample)[1] == ["Yes" + END, "No" + END]
-    template = FORMS["second end"].replace("'<|im_end|>\\n'", "'\\n'")
-    only_eos = tokenizer_with(template)
-    sample = sample_of(only_eos, messages[:2])
-    assert parts(only_eos, sample)[1] == ["Yes\n" + END]
 
 
 def test_a_last_thought_that_the_template_leaves_out_follows_earlier_answers() -> None:
