@@ -284,7 +284,7 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
     if data.sources:
         yield from _mixture_problems(data)
     if data.source == "hf" and (config.eval.path, config.eval.split) != (None, None):
-        held_out = held_out_config(data, config.eval.path, config.eval.split)
+        held_out = held_out_config(data, config.eval.path, config.eval.split, config.eval.subset)
         if held_out.split == held_out.trained_split:
             yield (
                 f"eval.split={held_out.split} of {held_out.path} is trained on: name another, or leave "

@@ -304,7 +304,7 @@ def separate_data(config: TrainConfig) -> DataConfig | None:
     """Held-out data apart from that of training: by `eval`, or a task's validation split; else None."""
     if (config.eval.path, config.eval.split) == (None, None) and not has(config.data.source, "has_splits"):
         return None
-    return held_out_config(config.data, config.eval.path, config.eval.split)
+    return held_out_config(config.data, config.eval.path, config.eval.split, config.eval.subset)
 
 
 def run_date(config: TrainConfig) -> datetime.date:

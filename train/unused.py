@@ -28,7 +28,7 @@ RULES = (
         "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
     ),
     Rule(
-        "eval.path eval.split eval.holdout",
+        "eval.path eval.split eval.subset eval.holdout",
         lambda c: c.data.source == "task",
         "data.source=task is evaluated on its own validation split",
     ),
@@ -64,6 +64,11 @@ RULES = (
     ),
     Rule("eval.stop_if", lambda c: not c.eval.num_prompts, "nothing is decoded without eval.num_prompts"),
     Rule("eval.split", lambda c: c.data.source in SUFFIXES, "its files have no splits; give eval.path"),
+    Rule(
+        "eval.subset",
+        lambda c: c.data.source in SUFFIXES or (c.eval.path, c.eval.split) == (None, None),
+        "it is of an hf dataset, and needs eval.path or eval.split",
+    ),
     Rule(
         "eval.split",
         lambda c: bool(c.data.sources) and c.eval.path is None,

@@ -124,15 +124,17 @@ class HeldOutConfig(DataConfig):
     trained_split: str = ""
 
 
-def held_out_config(data: DataConfig, path: str | None, split: str | None) -> HeldOutConfig:
+def held_out_config(
+    data: DataConfig, path: str | None, split: str | None, subset: str | None = None
+) -> HeldOutConfig:
     same = path is None or path == data.path
     return HeldOutConfig(
         **vars(data)
         | {
             "path": data.path if path is None else path,
             "split": DEFAULT_SPLITS[1] if split is None else split,
-            "subset": data.subset if same else None,
+            "subset": data.subset if same and subset is None else subset,
             "sources": [],
-            "trained_split": data.split if same else "",
+            "trained_split": data.split if same and subset in (None, data.subset) else "",
         }
     )

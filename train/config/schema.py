@@ -210,6 +210,9 @@ class EvalConfig:
         "held-out split of an hf dataset: of path, or of data.path without one; null: validation of path",
         None,
     )
+    subset: str | None = option(
+        "configuration of the hf dataset path that has several; null: data.subset if path is data.path", None
+    )
     holdout: float = option(
         "share of a file's samples that training leaves out, for evaluations and the report, where path and "
         "split are null; at least 16 samples, or a tenth of fewer than 160, none of fewer than 8; 0: none",

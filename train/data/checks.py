@@ -237,7 +237,7 @@ def _trained_and_held_out(config: TrainConfig) -> str | None:
     """Files of `eval.path` that are trained on too."""
     if config.eval.path is None:
         return None
-    held_out = held_out_config(config.data, config.eval.path, config.eval.split)
+    held_out = held_out_config(config.data, config.eval.path, config.eval.split, config.eval.subset)
     trained = {file.resolve() for part in config.data.parts() for file in _files(part)}
     both = sorted(str(file) for file in trained.intersection(map(Path.resolve, _files(held_out))))
     if not both:

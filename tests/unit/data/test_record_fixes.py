@@ -69,6 +69,18 @@ RECORDS: list[tuple[Record, str, Record, str]] = [
         {"prompt": "a", "response": "b"},
         "auto",
     ),
+    (
+        {"messages": [*CHAT, USER], "answer": "b"},
+        "rename messages to prompt and answer to response",
+        {"prompt": [*CHAT, USER], "response": "b"},
+        "auto",
+    ),
+    (
+        {"question": "a", "correct": "b"},
+        'fix: write {"prompt": str, "response": str}',
+        {"prompt": "a", "response": "b"},
+        "auto",
+    ),
     ({"text": "a", "messages": CHAT}, "data.shape=messages", {"text": "a", "messages": CHAT}, "messages"),
     ({"text": "a", "role": "user"}, "data.shape=text", {"text": "a", "role": "user"}, "text"),
     (

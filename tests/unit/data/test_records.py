@@ -85,6 +85,16 @@ def test_the_same_chat_under_other_names(name: str) -> None:
     assert read(SAME_CHATS[name]) == {"messages": CHAT}
 
 
+def test_parts_in_the_json_text_of_a_result_or_a_single_answer_are_what_was_said() -> None:
+    written = json.dumps([{"type": "text", "text": "b"}])
+    result = {"role": "tool", "content": written}
+    turns = [USER, ANSWER | {"content": written}]
+    assert read({"prompt": "a", "response": written}) == {"pair": ("a", written)}
+    assert read({"messages": [*turns, result, ANSWER]}) == {"messages": [*turns, result, ANSWER]}
+    asked = USER | {"content": written.replace("b", "a")}
+    assert read({"messages": [asked, turns[1]]}) == {"messages": CHAT}
+
+
 @pytest.mark.parametrize(
     "keys", [("question", "answer"), ("query", "response"), ("problem", "solution"), ("input", "output")]
 )

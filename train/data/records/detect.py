@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from idlm.errors import UserError
@@ -158,7 +158,7 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     name, keys = max(candidates, key=likeness)
     missing = [key for key in keys if key not in record]
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    nearest = ((key, *_nearest(key, record)) for key in missing)
+    nearest = ((key, *_nearest(key, [given for given in record if given not in keys])) for key in missing)
     fixes = [f"rename {like} to {key}" for key, ratio, like in nearest if ratio >= MIN_LIKENESS]
     lists = [key for key, value in record.items() if _may_be_turns(value)]
     if lists and not fixes:
@@ -178,7 +178,7 @@ def _may_be_turns(value: Any) -> bool:
     return bool(items) and (has_user or all(isinstance(item, str) for item in items))
 
 
-def _nearest(key: str, record: Record) -> tuple[float, str]:
+def _nearest(key: str, record: Iterable[str]) -> tuple[float, str]:
     """Return how alike a key and the most similar key of a record are, whatever their case, and that key."""
     ratios = ((difflib.SequenceMatcher(None, key, given.lower()).ratio(), given) for given in record)
     return max(ratios, default=(0.0, ""))

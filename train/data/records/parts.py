@@ -100,12 +100,10 @@ VALUE_KEYS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
 """What tables of text have as numbers and truth values."""
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
 """What a preferred answer may follow."""
-TEXT_EXTRAS = (
-    *("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS)),
-    *dict.fromkeys(("completion", *(response for _, response in PAIR_ALIASES))),
-)
+ANSWER_KEYS = tuple(dict.fromkeys(("completion", *(response for _, response in PAIR_ALIASES))))
+TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS), *ANSWER_KEYS)
 """Keys by which a record with a text is a part of a conversation."""
-_PARTS = re.compile(r'\s*\[\s*\{\s*"type"\s*:\s*"(?:input_|output_)?text"\s*,\s*"text"\s*:')
+PARTS = re.compile(r'\s*\[\s*\{\s*"type"\s*:\s*"(?:input_|output_)?text"\s*,\s*"text"\s*:')
 """How the JSON text of a list of parts begins."""
 
 
@@ -188,10 +186,7 @@ def parsed_or(text: str, default: Any) -> Any:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return a text, or the joined parts of one, which may be JSON text. UserError IDLM-0202 for anything
-    that is not text."""
-    if isinstance(value, str) and _PARTS.match(value):
-        value = parsed_or(value, value)
+    """Return a text, or the joined parts of one. UserError IDLM-0202 for anything that is not text."""
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
     if not isinstance(value, str):

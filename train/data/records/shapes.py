@@ -19,12 +19,14 @@ from idlm.text.thoughts import REASONING_KEYS, refuse_open
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.parts import (
+    ANSWER_KEYS,
     CONTEXT_KEYS,
     EXTRA_KEYS,
     HISTORY_KEY,
     LABEL_KEYS,
     LISTED_WEIGHTS,
     PAIR_ALIASES,
+    PARTS,
     PROMPT_KEYS,
     QUESTION_PARTS,
     SYSTEM_KEYS,
@@ -94,7 +96,14 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
             f"{key} has {len(value)} texts, so they are not those of the user and the assistant in turn",
             fix=WRITE_TURNS,
         )
-    return _encoded(record, plain_turns(*value) if is_texts else turns_of(value, key), encoder, origin)
+    turns = plain_turns(*value) if is_texts else turns_of(value, key)
+    for name, answer in present(record, ANSWER_KEYS).items():
+        if turns[-1].role != "assistant":
+            raise unusable(
+                f"{key} has no answer at its end, and {name}={shown(answer)} next to it is not read",
+                fix=f"rename {key} to prompt and {name} to response, or delete the key {name}",
+            )
+    return _encoded(record, turns, encoder, origin)
 
 
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -181,7 +190,7 @@ def _encoded(
     template_kwargs, prompt = _template_kwargs(record), "custom_instructions"
     if prompt in template_kwargs and prompt not in _words(all_template_text(encoder.tokenizer)):
         record = {**record, prompt: template_kwargs.pop(prompt)}
-    turns = _with_context(record, turns)
+    turns = _with_context(record, _with_joined_parts(turns))
     # Some templates look for the tools in a turn.
     tools = next(filter(None, map(tools_of, (record, *(turn.message for turn in turns)))), [])
     trained = {index: turn.is_trained for index, turn in enumerate(turns) if turn.role == "assistant"}
@@ -229,6 +238,21 @@ def _with_thought(turns: list[Message], record: Record) -> list[Message]:
     ]
 
 
+def _with_joined_parts(turns: list[Message]) -> list[Message]:
+    """Return the turns, of which those of users may be the JSON text of parts. One of the assistant is its
+    answer, unless all turns are written so, and one of a tool is its result."""
+    contents = [(turn.role, turn.message["content"]) for turn in turns]
+    is_answer_too = all(
+        PARTS.match(text) for role, text in contents if role in ("user", "assistant") and text
+    )
+    return [
+        replace(turn, message=turn.message | {"content": text_of(parsed_or(text, text), "content")})
+        if PARTS.match(text) and (role == "user" or (role == "assistant" and is_answer_too))
+        else turn
+        for turn, (role, text) in zip(turns, contents, strict=True)
+    ]
+
+
 def _reply(value: Any, key: str, role: str = "assistant") -> list[Message]:
     if not isinstance(value, (list, dict)):
         return [Message(message={"role": role, "content": text_of(value, key)})]
@@ -245,11 +269,13 @@ SHAPES: dict[str, Format] = {
         aliases=(("conversation",), ("dialogue",), ("dialog",), ("chat",), ("turns",)),
         example='{"messages": [{"role": str, "content": str}, ...]}',
         encode=_messages,
+        checked=ANSWER_KEYS,
     ),
     "sharegpt": Format(
         keys=(("conversations",),),
         example='{"conversations": [{"from": str, "value": str}, ...]}',
         encode=_messages,
+        checked=ANSWER_KEYS,
     ),
     "answers": Format(
         keys=(("prompt", "text", "token_ids", "finish_reason"),),

@@ -6,11 +6,13 @@ tables (see `idlm.files.records.without_nulls`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
 from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.records.parts import (
     CALL_ROLES,
@@ -22,9 +24,11 @@ from idlm.train.data.records.parts import (
     TOKEN_WEIGHTS,
     TOOLS_KEYS,
     UNTRAINED_BY,
+    VALUE_KEYS,
     is_empty,
     may_weigh,
     parsed,
+    parsed_or,
     present,
     refuse_media,
     shown,
@@ -40,6 +44,10 @@ WRITE_CALL = f"write the call as {CALL}, or its arguments as JSON text"
 CALL_KEYS = ("tool_calls", "function_call")
 HANDLED_KEYS = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *UNTRAINED_BY, *TOKEN_WEIGHTS, *CALL_KEYS))
 WRITE_TURNS = 'write a list of {"role": str, "content": str}'
+WRITE_LINES = "write the table as JSON lines (`to_json` of datasets, or of pandas with lines=True)"
+_ITEMS = re.compile(r"\s*\[\s*\{")
+"""How a list of turns begins, as JSON or as Python writes it."""
+_ROLE = re.compile(rf"['\"]({'|'.join(ROLE_KEYS)})['\"]\s*:\s*['\"]({'|'.join(ROLES)})['\"]", re.IGNORECASE)
 WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 
 
@@ -152,6 +160,32 @@ def are_turns(value: Any) -> bool:
     roles = [item[key] for item in value for key in ROLE_KEYS if key in item]
     known = [role for role in roles if isinstance(role, str) and role.strip().lower() in ROLES]
     return bool(known) and min(len(contents), len(roles)) >= len(value)
+
+
+def with_cells(record: Mapping[str, Any], keys: Iterable[str], origin: str) -> dict[str, Any] | UserError:
+    """Return a record whose texts under `keys` are cells of a table of text, with the values that other
+    sources have, or the error about turns that are not JSON."""
+    try:
+        return {**record} | {
+            key: _cell(key, record[key], origin) for key in keys if isinstance(record[key], str)
+        }
+    except UserError as error:
+        return error
+
+
+def _cell(key: str, cell: str, origin: str) -> Any:
+    if not cell:
+        return None
+    if key in VALUE_KEYS:
+        # Python writes True where JSON has true.
+        return parsed_or(cell.lower(), cell)
+    found = parsed_or(cell, None) if _ITEMS.match(cell) else cell
+    if found is None and _ROLE.search(cell):
+        raise unusable(
+            f"{origin}: {key}={shown(cell)} is a list of turns that is not JSON, as pandas writes one",
+            fix=f"make the table again from its source: {WRITE_LINES}",
+        )
+    return found if are_turns(found) else cell
 
 
 def history_turns(value: Any, name: str) -> list[Message]:

@@ -18,15 +18,10 @@ from idlm.files.paths import BOM
 from idlm.files.records import TextFile, TextReader, Value
 from idlm.train.data.build import file_source
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import ROLE_KEYS, ROLES, VALUE_KEYS, parsed_or
-from idlm.train.data.records.turns import are_turns
+from idlm.train.data.records.turns import WRITE_LINES, with_cells
 
 DELIMITERS = ",;\t"
 """In the order in which a header decides for one of them."""
-ITEMS = re.compile(r"\s*\[\s*\{")
-"""How a list of turns begins, as JSON or as Python writes it."""
-ROLE = re.compile(rf"['\"]({'|'.join(ROLE_KEYS)})['\"]\s*:\s*['\"]({'|'.join(ROLES)})['\"]", re.IGNORECASE)
-WRITE_LINES = "write the table as JSON lines (`to_json` of datasets, or of pandas with lines=True)"
 
 
 @file_source("csv")
@@ -86,24 +81,4 @@ def _record(cells: list[str], names: list[str], wanted: list[str], origin: str) 
             fix=f"put cells with a delimiter or a line break into quotes, or {WRITE_LINES}",
         )
     row = dict(zip(names, cells, strict=True))
-    try:
-        return {key: _value(key, row[key], origin) for key in wanted}
-    except UserError as error:
-        return error
-
-
-def _value(key: str, cell: str, origin: str) -> Any:
-    """Return a cell as other sources have it; UserError IDLM-0202 for turns that are not JSON."""
-    if not cell:
-        return None
-    if key in VALUE_KEYS:
-        # Python writes True where JSON has true.
-        return parsed_or(cell.lower(), cell)
-    found = parsed_or(cell, None) if ITEMS.match(cell) else cell
-    if found is None and ROLE.search(cell):
-        raise UserError(
-            "IDLM-0202",
-            f"{origin}: {key}={cell!r:.60} is a list of turns that is not JSON, as pandas writes one",
-            fix=f"make the table again from its source: {WRITE_LINES}",
-        )
-    return found if are_turns(found) else cell
+    return with_cells({key: row[key] for key in wanted}, wanted, origin)

@@ -7,6 +7,7 @@ library's."""
 from __future__ import annotations
 
 import functools
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +21,11 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.records.detect import wanted_columns
-from idlm.train.data.records.parts import VALUE_KEYS, parsed_or
+from idlm.train.data.records.parts import VALUE_KEYS
+from idlm.train.data.records.turns import with_cells
 
 BATCH_ROWS = 256
-WAYS = (
-    "give a folder of save_to_disk, or a file with data.source=auto; data.subset names one of several "
-    "configurations; the hub needs network or its cache"
-)
+WAYS = "give a folder of save_to_disk, or a file with data.source=auto; the hub needs network or its cache"
 
 
 class DatasetReader:
@@ -38,7 +37,7 @@ class DatasetReader:
         key = config.section
         what = f"the dataset {key}.path={path} ({key}.split={self.split}) cannot be loaded"
         # Network, hub, cache and formats have errors of their own.
-        with naming("IDLM-0232", what, fix=WAYS):
+        with naming("IDLM-0232", what, fix=f"{WAYS}; {key}.subset names one of several configurations"):
             found, data_files, left_out = _load(path, config, options)
         self.dataset = _split_of(found, config)
         self.names: tuple[str, ...] = (f"{config.path}[{self.split}]",)
@@ -53,14 +52,14 @@ class DatasetReader:
     def rows(self) -> Iterator[Row]:
         columns, unread = wanted_columns(self.dataset.column_names)
         dataset = self.dataset.with_format(None).select_columns(columns)
-        number = 0
+        number, is_table = 0, dataset.info.builder_name == "csv"
         for batch in dataset.iter(BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 record = without_nulls(dict(zip(batch, values, strict=True)))
-                for key in VALUE_KEYS & record.keys():
-                    record[key] = parsed_or(str(record[key]).lower(), record[key])
-                yield Row(file=0, number=number, value=record, unread=unread)
+                cells = record.keys() if is_table else VALUE_KEYS & record.keys()
+                value = with_cells(record, cells, f"{self.names[0]}:{number}")
+                yield Row(file=0, number=number, value=value, unread=unread)
             self.share_read = number / len(dataset)
 
 
@@ -80,6 +79,10 @@ def _load(
             return datasets.load_dataset("arrow", data_files=name, split="train", **options), {}, []
     if is_saved(path):
         return datasets.load_from_disk(name), {}, []
+    if path.is_dir() and glob.has_magic(str(path.resolve())):
+        problem = f"{path.resolve()} has *, ? or [ in its name, which datasets takes for a pattern"
+        fix = "rename the folder; data.source=auto reads JSON lines, Parquet and CSV under any name"
+        raise UserError("IDLM-0232", problem, fix=fix)
     load = functools.partial(datasets.load_dataset_builder, name, config.subset)
     builder = load(**options)
     data_files, left_out = _data_files(path.resolve(), builder.config.data_files if path.is_dir() else None)

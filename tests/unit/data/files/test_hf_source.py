@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,8 @@ def test_a_dataset_of_one_split_is_held_out_whole_or_not_at_all(tmp_path: Path, 
     assert read(held_out_config(data, str(tmp_path / "one"), None), encoder).num_samples == 1
     same = held_out_config(DataConfig(**vars(data) | {"path": str(tmp_path / "one")}), None, "test")
     assert isinstance(same, HeldOutConfig)
+    other = held_out_config(same, None, None, "b")
+    assert (other.subset, other.trained_split) == ("b", "")
     refused(r"IDLM-0232.*no split 'test'(?s:.*)eval\.holdout holds out a share", read, same, encoder)
 
 
@@ -153,3 +156,20 @@ def test_the_split_that_is_trained_on_is_not_evaluated(tmp_path: Path) -> None:
     assert "eval.split=train of a/b is trained on" in problems(path="a/b", split="train")
     for allowed in ({"split": "test"}, {"path": "c/d", "split": "train"}, {"path": "a/b"}, {}):
         assert "is trained on" not in problems(**allowed)
+
+
+def test_cells_of_a_table_hold_turns_as_json(tmp_path: Path, encoder: Encoder) -> None:
+    path, turns = tmp_path / "folder" / "train.csv", [{"role": "user", "content": "Sam"}]
+    path.parent.mkdir()
+    with path.open("w") as file:
+        csv.writer(file).writerows([("prompt", "response"), (json.dumps(turns), "1"), (str(turns), "2")])
+    refused("IDLM-0202.*:2: prompt=.*not JSON", read, config_of(path.parent, source="hf"), encoder)
+    found = contents(read(config_of(path.parent, source="hf", on_bad_record="skip"), encoder))
+    same = write_lines(tmp_path / "same.jsonl", {"prompt": "Sam", "response": "1"})
+    assert found == contents(read(same, encoder))
+
+
+def test_a_folder_whose_name_is_a_pattern_is_read_by_its_files(tmp_path: Path, encoder: Encoder) -> None:
+    folder = lines(tmp_path / "folder [1]" / "train.jsonl", "Sam has 1.").parent
+    refused("IDLM-0232.*pattern(?s:.*)data.source=auto", read, config_of(folder, source="hf"), encoder)
+    assert read(config_of(folder), encoder).num_samples == 1
