@@ -55,6 +55,8 @@ HIDDEN = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Names of editors, browsers, desktops and systems for what is not a user's data."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|csv|tsv|parquet))[\w.-]+")
+"""What may be the name of a dataset of the hub."""
 
 
 class Found(NamedTuple):
@@ -201,6 +203,7 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
         else:
             found = _matching(given, left_out)
             problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
+            problem += "; a dataset of the hub needs data.source=hf" if _HUB_NAME.fullmatch(path) else ""
     known = set(found)
     # The records of `a.jsonl.gz` next to `a.jsonl` would be repeated.
     copies = {file for file in known if file.suffix in PACKINGS and file.with_suffix("") in known}

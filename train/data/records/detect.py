@@ -78,7 +78,8 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
             "IDLM-0230",
             f"{origin} has the keys {sorted(record)}, but {first} is of the shape {shape!r}: "
             f"{SHAPES[shape].example}",
-            fix="delete records that lack a part (null in a table), or put each shape into a file of its own",
+            fix="delete records that lack a part (null in a table), or put each shape into a file of its own "
+            "and give the files as data.sources=[{path: FILE}, {path: FILE}]",
         )
     extra = sorted(present(record, TEXT_EXTRAS)) if shape == "text" and wanted == AUTO else []
     if extra:

@@ -100,6 +100,7 @@ def test_equal_content_is_refused(tmp_path: Path, tokenizer) -> None:
         ("[{weight: 2}]", r"data.sources\[0\].path is empty"),
         ("[{path: A, source: task}]", "source='task' is not one of"),
         ("[{path: gone.jsonl}]", r"data.sources\[0\].path: gone.jsonl does not exist"),
+        ("[{path: org/chats}]", r"org/chats does not exist; a dataset of the hub needs data.source=hf"),
         ("[{path: A}] data.path=A", "exclude each other"),
     ],
 )
