@@ -4,62 +4,43 @@ Errors name a value by its key; `build.encode` puts the record's location before
 
 from __future__ import annotations
 
-import itertools
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.paths import json_problem, json_value
 from idlm.text.thoughts import REASONING_KEYS
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function"), "tool"),
-    **dict.fromkeys(("function_response", "tool_response", "ipython"), "tool"),
-}
-"""Roles of turns, and the role of the message that each becomes."""
-CALL_ROLES = ("function_call", "tool_call")
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_KEYS = {part: tuple(names.split()) for part, names in _NAMES["keys"].items()}
+CALL_ROLES = tuple(_NAMES["roles"].pop("calls").split())
 """Roles of turns whose text is the JSON of one call or of a list of calls."""
-ROLE_KEYS = ("role", "from")
-CONTENT_KEYS = ("content", "value", "text")
+ROLES = {name: role for role, names in _NAMES["roles"].items() for name in names.split()}
+"""Roles of turns, and the role of the message that each becomes."""
+ROLE_KEYS, CONTENT_KEYS, SYSTEM_KEYS, TOOLS_KEYS = (
+    _KEYS[part] for part in ("role", "content", "system", "tools")
+)
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of those parts of a content that are text."""
-
-SYSTEM_KEYS = (
-    *("system", "system_prompt", "system_message", "system_instruction", "system_instructions"),
-    *("sys_prompt", "sysprompt", "System", "systemPrompt", "meta_instruction", "preamble"),
-    "custom_instructions",
-)
-TOOLS_KEYS = ("tools", "functions", "available_tools", "tool_list", "tool_definitions", "apis")
 HISTORY_KEY = "history"
 TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 """Keys of a record that are variables of the chat template, as all keys in `TEMPLATE_DICT` are."""
 TEMPLATE_DICT = "chat_template_kwargs"
-MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-EXTRA_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
+MEDIA_KEYS = _KEYS["media"]
+EXTRA_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, HISTORY_KEY, TEMPLATE_DICT, *TEMPLATE_KEYS, *MEDIA_KEYS)
 """Parts of a conversation that a record of any shape may have next to its turns, and what no model reads."""
 
-UNTRAINED_BY = {
-    **dict.fromkeys(("weight", "train", "training", "trainable", "trained", "train_on_turn"), 0),
-    **dict.fromkeys(("supervised", "calculate_loss", "compute_loss"), 0),
-    **dict.fromkeys(("loss", "loss_mask", "loss_scale", "loss_weight"), 0),
-    **dict.fromkeys(("mask", "masked", "is_masked", "ignore_loss", "no_loss"), 1),
-    **dict.fromkeys(("is_trained", "is_train", "do_train", "learn"), 0),
-}
+UNTRAINED_BY, _LISTED = (
+    {name: int(value) for value, names in _NAMES[table].items() for name in names.split()}
+    for table in ("untrained", "untrained_lists")
+)
 """Weights of turns, and the value with which a turn is context alone."""
-LISTED_WEIGHTS = {
-    **UNTRAINED_BY,
-    **dict.fromkeys(("weights", "loss_masks", "loss_weights", "train_mask"), 0),
-    "masks": 1,
-}
+LISTED_WEIGHTS = UNTRAINED_BY | _LISTED
 """Weights of a record: a list with a value for each turn, or one value."""
-TOKEN_WEIGHTS = ("train_detail", "training_detail")
-"""Weights of parts of a turn."""
+TOKEN_WEIGHTS = _KEYS["token_weights"]
 
 WEIGHT_WORDS = re.compile(
     r"(?:.*_)?(?:loss|train(?:ed|ing|able)?|mask(?:s|ed|ing)?|supervised?|learn(?:able)?|weights?|targets?"
@@ -72,34 +53,17 @@ THOUGHT_WORDS = re.compile(
     re.IGNORECASE,
 )
 """Names of what may be a thought or a part of the answer."""
-MODES = (
-    *("on", "off", "true", "false", "yes", "no", "none", "auto", "enabled", "disabled"),
-    *("minimal", "low", "medium", "high"),
-)
-"""What data sets write as `reasoning` of a record that is no thought: how the model was asked to reason."""
-
 MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS)
 """Keys of a message that are rendered, or refused where the template leaves them out."""
-CONTEXT_KEYS = ("input", "context")
-"""What follows an instruction in the prompt."""
-QUESTION_PARTS = (
-    *(*CONTEXT_KEYS, "passage", "paragraph", "article", "document", "documents", "choices", "options"),
-    *("definition", "A", "B", "option_a", "option_A", "optionA", "choice_a", "opa", "option1", "option_1"),
+CONTEXT_KEYS, QUESTION_PARTS, PROMPT_KEYS, LABEL_KEYS = (
+    _KEYS[part] for part in ("context", "question_parts", "prompt", "label")
 )
-"""What a question that is not called prompt may need to be understood."""
-
-PAIR_ALIASES = (
-    *itertools.product(("question", "query", "problem"), ("solution", "answer", "response")),
-    *(("prompt", "output"), ("prompt", "answer"), ("input", "output"), ("inputs", "targets")),
-    ("user", "assistant"),
+PAIR_ALIASES = tuple(
+    (prompt, response) for prompt, names in _NAMES["pairs"].items() for response in names.split()
 )
 """Other names of a prompt and its response."""
-LABEL_KEYS = ("label", "kto_tag")
-"""Of a record: false where its answer is one that is not wanted."""
 VALUE_KEYS = frozenset((*LABEL_KEYS, *LISTED_WEIGHTS, *TEMPLATE_KEYS))
 """What tables of text have as numbers and truth values."""
-PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
-"""What a preferred answer may follow."""
 ANSWER_KEYS = tuple(dict.fromkeys(("completion", *(response for _, response in PAIR_ALIASES))))
 TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS), *ANSWER_KEYS)
 """Keys by which a record with a text is a part of a conversation."""
@@ -148,7 +112,7 @@ def may_weigh(key: str, value: Any) -> bool:
 
 
 def is_mode(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in MODES)
+    return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _KEYS["modes"])
 
 
 def shown(value: Any) -> str:
