@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 import shlex
+import tomllib
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,16 +27,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 BOM = b"\xef\xbb\xbf"
 WIDE = {f"utf-{bits}{end}": f"UTF-{bits}{end[1:].upper()}" for bits in (16, 32) for end in ("", "-le", "-be")}
 PACKERS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-_HAN = "一-鿿，。、！？：；（）《》「」“”‘’…—"
-_LETTERS = {
-    ("ISO-8859-1", "WINDOWS-1252"): "À-ÖØ-Ýß-ïñ-öø-ýÿŒœ€‘’“”„…–—•«»°§©®¿¡£·´",
-    ("ISO-8859-2", "WINDOWS-1250"): "ĄĆĘŁŃÓŚŹŻąćęłńóśźżÁČĎÉĚÍŇŘŠŤÚŮÝŽáčďéěíňřšťúůýžÄÖÜäöüßŐŰőű‘’“”„…–—«»§°",
-    ("WINDOWS-1254",): "ÇĞİÖŞÜçğıöşüâîû‘’“”…–—",
-    ("WINDOWS-1251", "KOI8-R"): "а-яё«»—–…№“”„’\u00a0",
-    ("EUC-KR",): "가-힣",
-    ("EUC-JP", "SHIFT_JIS"): f"{_HAN}ぁ-ヿ",
-    ("GB2312", "BIG5", "GB18030"): _HAN,
-}
+_LETTERS = tomllib.loads(Path(__file__).with_name("encodings.toml").read_text(encoding="utf-8"))
 """Encodings, in the order in which they are tried, and the usual letters of their languages."""
 _LAST_LATIN = "\u024f"
 _USUAL_SHARE = 0.9
@@ -167,7 +159,7 @@ def likely_encoding(line: bytes) -> str | None:
     foreign = _foreign(line.decode("utf-8", "replace"))
     if re.search(rb"[\x00-\x08]", line) or 2 * foreign.count("\ufffd") < len(foreign):
         return None
-    for name, usual in ((name, usual) for names, usual in _LETTERS.items() for name in names):
+    for name, usual in ((name, usual) for names, usual in _LETTERS.items() for name in names.split()):
         try:
             text = line.decode(name)
         except UnicodeDecodeError:

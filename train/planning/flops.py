@@ -6,7 +6,9 @@ recomputed activations, the extra passes of a balanced loss, clean rows through 
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -22,19 +24,8 @@ PRODUCT = 2
 PAIR_FORWARD, PAIR_BACKWARD = 4, 10
 """FLOPs per visible pair and element of a query: two products forward; backward four, and that of queries and
 keys once more, because the scores are not saved."""
-PEAK_BF16 = (
-    ("B200", 2250e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-)
-"""Dense bf16 FLOP/s of the data sheets; the first name that a device's name contains."""
+PEAK_BF16 = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))
+"""Dense bf16 TFLOP/s of the data sheets; the first name that a device's name contains."""
 
 
 class TokenCounts(NamedTuple):
@@ -198,7 +189,9 @@ def extra_passes(
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its name; None for an unknown one."""
-    return next((rate for name, rate in PEAK_BF16 if name.lower() in device_name.lower()), None)
+    return next(
+        (rate * 1e12 for name, rate in PEAK_BF16.items() if name.lower() in device_name.lower()), None
+    )
 
 
 def span(seconds: float) -> str:
