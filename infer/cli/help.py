@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.cli.help import CommandHelp, show_default
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
+from idlm.infer.settings import EngineOptions, check_options
 from idlm.registry import Registry
 
 if TYPE_CHECKING:
     from idlm.infer.decoders.base import Decoder
     from idlm.infer.models.loader import Outline
-    from idlm.infer.settings import EngineOptions
 
 PLUGINS = {
     "decoder": ("idlm.infer.decoders", "idlm.infer.decoders.base", "DECODERS"),
@@ -132,7 +133,6 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=memory` prints: the plan of a request's canvases of `max_length` rows, all of them
     wanted; then that of greedy passes, which store no logits. UserError IDLM-0472 for causal checkpoints."""
-    from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
@@ -165,7 +165,6 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
 
 def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
     from idlm.infer.build import read_checkpoint
-    from idlm.infer.settings import check_options
 
     checked = check_options(arguments.decoder, arguments.settings | arguments.options)
     outline, decoder = read_checkpoint(arguments.model, checked)

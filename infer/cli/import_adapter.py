@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from idlm.checkpoint import ADAPTER_CONFIG, MANIFEST, own_files, read_json
 from idlm.cli import command
 from idlm.cli.help import CommandHelp
+from idlm.config.compose import compose
 from idlm.config.schema import changed, option
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError, naming, some_of
@@ -74,8 +75,6 @@ def main() -> int:
 def import_adapter(arguments: list[str]) -> int:
     if command.has_help_flag(arguments):
         return HELP.print(arguments)
-    from idlm.config.compose import compose
-
     config = compose("import", ImportConfig, arguments)
     print(import_to(_complete(config, _own_values(config.model))))
     return 0

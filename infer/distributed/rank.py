@@ -16,6 +16,7 @@ import traceback
 from functools import partial
 from multiprocessing.connection import Connection
 
+from idlm.errors import UserError
 from idlm.infer.distributed.messages import Message, receive, send
 
 POLL_SECONDS = 1.0
@@ -48,8 +49,6 @@ def main(descriptor: str, parent: str) -> None:
 
 def describe(error: BaseException) -> Message:
     """A failure as JSON data; of a UserError its code, message and fix."""
-    from idlm.errors import UserError
-
     if isinstance(error, UserError):
         return {"code": error.code, "message": error.message, "fix": error.fix}
     return {"message": f"{type(error).__name__}: {error}"}

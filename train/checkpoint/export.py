@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerState
 
 from idlm.checkpoint import LICENSE, MODEL_CARD, foreign_files, read_json
@@ -200,8 +202,6 @@ def _read_back(
     directory: Path, names: Collection[str], model_class: type[PreTrainedModel]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of every tensor, one at a time where the files have the model's own names."""
-    from safetensors import safe_open
-
     stored = stored_tensors(directory)
     if stored.keys() <= set(names):
         for path in {one.path for one in stored.values()}:
@@ -231,8 +231,6 @@ def export_adapter(
     the model card `card`.
 
     `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`."""
-    from safetensors.torch import load_file, save_file
-
     tensors = _converted(peft_tensors(weights), dtype)
     with publish(target) as staging:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -24,7 +24,8 @@ class CodeTask(FileTask):
 
     @classmethod
     def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
-        """As for other tasks. UserError IDLM-0483 without `allow_code`, IDLM-0480 without a sandbox."""
+        """As for other tasks. UserError IDLM-0483 without `allow_code`, IDLM-0480 without a sandbox, and
+        IDLM-0482 for tests that the right answer does not pass, which no other would."""
         if not allow_code:
             raise UserError(
                 "IDLM-0483",
@@ -34,6 +35,13 @@ class CodeTask(FileTask):
         task = super().load(name, path, allow_code=allow_code)
         assert isinstance(task, CodeTask)
         task.sandbox = Sandbox()
+        first = task.judge(task.records[0], f"```python\n{task.reference(task.records[0])}\n```")
+        if not first.correct:
+            raise UserError(
+                "IDLM-0482",
+                f"data={path!r}: its first problem's right answer does not pass its tests: {first.reason}",
+                fix=f"give the published file of task={name}; tests have Python's own library, without numpy",
+            )
         return task
 
     def judge(self, record: Record, response: str) -> Grade:

@@ -73,7 +73,7 @@ NAMES = (FOLDER / "numbers.txt").read_text(encoding="utf-8").split()
 NUMBERS = dict(zip(NAMES, (*range(20), *range(20, 100, 10)), strict=True))
 NUMBER = re.compile(rf"\b(?:({'|'.join(NAMES[20:])})[\s-]+)?({'|'.join(NAMES)})\b", re.IGNORECASE)
 PARTS = (FOLDER / "parts.txt").read_text(encoding="utf-8").split()
-DENOMINATORS = dict(zip(PARTS, (2, 2, 3, 4, *range(4, 11)), strict=True))
+SHARES = dict(zip(PARTS, (2, 2, 3, 4, *range(4, 11)), strict=True))
 PART = re.compile(
     rf"(?:\b(\d+|{'|'.join(NAMES)})\s+and\s+)?(?:\b(?:an?|({'|'.join(NAMES)}))[\s-]+|(?<![\w\s-]))"
     rf"({'|'.join(PARTS)})s?\b",
@@ -238,12 +238,9 @@ def _repeating(whole: str, begin: str, *period: str) -> str:
 
 def digits(answer: str) -> str:
     """The answer with digits for numbers below 100 and parts that are words."""
-
-    def fraction(found: re.Match[str]) -> str:
-        whole, count, part = found.groups()
-        return rf"{whole or ''}\frac{{{count or 1}}}{{{DENOMINATORS[part.lower()]}}}"
-
-    answer = PART.sub(fraction, answer)
+    answer = PART.sub(
+        lambda one: rf"{one[1] or ''}\frac{{{one[2] or 1}}}{{{SHARES[one[3].lower()]}}}", answer
+    )
     return NUMBER.sub(lambda found: str(sum(NUMBERS[name.lower()] for name in found.groups("zero"))), answer)
 
 

@@ -105,7 +105,9 @@ def test_humaneval(tmp_path: Path, ran: list[Program]) -> None:
     assert "AssertionError" in task.grade(sample, _answer("def near(x):\n    return 7")).reason
     assert task.grade(sample, "def near(x): return floor(x)").correct
     assert "no Python code block" in task.grade(sample, "Round the number down.").reason
-    assert len(ran) == 1 + 5
+    assert len(ran) == 2 + 5
+    packaged = {**HUMANEVAL, "test": f"import numpy_\n{HUMANEVAL['test']}"}
+    refused("IDLM-0482: .*No module named 'numpy_'", _task, tmp_path, "humaneval", packaged)
 
 
 def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
