@@ -104,7 +104,7 @@ class Mbpp(CodeTask):
         """Both published files: `prompt` and `test_imports`, or `text` and `test_setup_code`."""
         if not 11 <= int(record["task_id"]) <= 510:
             return None
-        setup = filter(None, [*record.get("test_imports", ()), record.get("test_setup_code", "")])
+        setup = filter(None, [*(record.get("test_imports") or ()), record.get("test_setup_code")])
         prompt = record.get("prompt", record.get("text"))
         return {**record, "prompt": prompt, "setup": "\n".join(setup)}
 

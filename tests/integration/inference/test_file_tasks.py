@@ -118,7 +118,8 @@ def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
     forged = "set = max = lambda *_: 7\ndef sum(a):\n    return 7"
     assert not task.grade(sample, _answer(forged)).correct
     older = {**MBPP, "text": MBPP["prompt"], "test_setup_code": "import math"}
-    del older["prompt"], older["test_imports"]
+    older |= {"test_imports": None}
+    del older["prompt"]
     other = _task(tmp_path, "mbpp", older)
     assert isinstance(task, CodeTask) and isinstance(other, CodeTask)
     assert task.program(task.records[0], "") == other.program(other.records[0], "")
