@@ -17,6 +17,7 @@ import torch
 
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.engine import Engine
+from tests.law import harness
 from tests.law.harness import Fit, fit, warped, write_law_toy
 
 PIECES = ("[", "]", ",", "0", "1", "2", "0,", ",1", "<eos>", "<mask>")
@@ -67,15 +68,8 @@ def write_structured_toy(directory: Path) -> Path:
 
 def build_engine(directory: Path, decoder: str, *, num_lanes: int = 512, **options: object) -> Engine:
     """An engine sized for the toy's answers."""
-    settings = {
-        "device": "cpu",
-        "dtype": "float32",
-        "max_num_seqs": num_lanes,
-        "max_length": len(PROMPT) + NUM_TOKENS,
-        "max_num_batched_tokens": 1 << 20,
-        "page_size": 32,
-    }
-    return Engine.from_pretrained(directory, decoder, **{**settings, **options})
+    settings = {"num_lanes": num_lanes, "max_length": len(PROMPT) + NUM_TOKENS, **options}
+    return harness.build_engine(directory, decoder, **settings)
 
 
 def exact_law(directory: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:

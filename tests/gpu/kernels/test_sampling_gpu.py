@@ -24,7 +24,6 @@ from tests.kernels.cases.sampling import (
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
 from tests.kernels.drafts.lookups import check_lookups
-from tests.kernels.references.draft_walk import candidates_reference, walk_reference
 
 CASES_PER_SEED = 12
 # Few, because every combination with a tuning and a dtype is compiled anew.
@@ -174,16 +173,7 @@ def test_nothing_waits_for_the_device_and_a_graph_repeats_the_step() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_walks_on_a_gpu(seed: int) -> None:
-    case, filters = Walks(seed, "cuda", num_tokens=9000, num_drafts=7), seed % 2 == 0
-    found = case.candidates()
-    for m, row in enumerate(case.rows_BJ.flatten().tolist()):
-        if row >= 0:
-            assert found.ids_MK[m].tolist() == candidates_reference(case.logits_XV[row].cpu())
-    drafts_ZJ, q_ZJV, store = case.run(filters=filters)
-    expected_ZJ, expected_ZJV = walk_reference(case, filters=filters)
-    assert torch.equal(drafts_ZJ.cpu(), expected_ZJ)
-    torch.testing.assert_close(q_ZJV.cpu(), expected_ZJV, atol=2e-6, rtol=0)
-    case.check_draws(store, q_ZJV)
+    Walks(seed, "cuda", num_tokens=9000, num_drafts=7).check(filters=seed % 2 == 0)
 
 
 def test_sixteen_bits_draw_from_what_they_store() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from idlm.config.compose import compose
 from idlm.train.config.schema import TrainConfig
+from tests.integration.training.test_train_tiny import arguments
 from tests.integration.zero import crashes
 
 STEPS = 5
@@ -109,24 +110,13 @@ class World:
         second = f"{{stride: 3, steps: {STEPS - STAGE_END}, clean_weight: auto}}"
         stages = f"[{{stride: 2, steps: {STAGE_END}}}, {second}]"
         values: dict[str, Any] = {
-            "output_dir": run / "out",
-            "model.path": self.base,
-            "data.source": "task",
             "train.stages": stages,
             "train.batch_size": 1,
             "train.accumulation": 2 // self.world_size,
-            "train.max_length": 300,
-            "train.row_length": 560,
-            "train.learning_rate": 0.003,
-            "train.device": "cpu",
-            "train.threads": 1,
-            "train.log_every": 1,
             "train.save_every": 1,
             "train.zero_stage": "null" if self.world_size == 1 else 2,
-            "report.enabled": "false",
-            **self.changes,
         }
-        return [f"{key}={value}" for key, value in values.items()]
+        return arguments(self.base, run / "out", **(values | self.changes))
 
     def start(self, run: Path, plan: crashes.CrashPlan | None = None) -> list[int]:
         run.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from idlm.kernels.draft_walk import Candidates, Walk, top_candidates, walk
 from idlm.kernels.sampling import draft_probs, draw_stored, put, row_probs
 from idlm.kernels.sampling.types import Drafts, Tuning
 from tests.kernels.cases.sampling_steps import stored_probs
+from tests.kernels.references.draft_walk import candidates_reference, walk_reference
 
 NUM_LANES = 7
 
@@ -88,6 +89,19 @@ class Case:
             tuning=self.tuning,
         )
         return drafts_ZJ, stored_probs(store, self.tuning), store
+
+    def check(self, *, filters: bool) -> None:
+        """Candidates, drafts and what is stored are those of the definitions; draws follow the store."""
+        found = self.candidates()
+        for m, row in enumerate(self.rows_BJ.flatten().tolist()):
+            if row >= 0:
+                assert found.ids_MK[m].tolist() == candidates_reference(self.logits_XV[row].cpu())
+                assert torch.equal(found.logits_MK[m], self.logits_XV[row, found.ids_MK[m]])
+        drafts_ZJ, q_ZJV, store = self.run(filters=filters)
+        expected_ZJ, expected_ZJV = walk_reference(self, filters=filters)
+        assert torch.equal(drafts_ZJ.cpu(), expected_ZJ)
+        torch.testing.assert_close(q_ZJV.cpu(), expected_ZJV, atol=2e-6, rtol=0)
+        self.check_draws(store, q_ZJV)
 
     def check_draws(self, store: Drafts, q_ZJV: Tensor) -> None:
         """Draws from the store follow what it holds."""

@@ -9,7 +9,6 @@ from idlm.kernels import backend
 from idlm.kernels.draft_walk import top_candidates
 from idlm.kernels.sampling import Tuning
 from tests.kernels.cases.draft_walk import Case
-from tests.kernels.references.draft_walk import candidates_reference, walk_reference
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +25,7 @@ def test_walks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "GROUP", 8)
     monkeypatch.setattr(op, "TILE", 4)
     case = Case(seed, "cpu", tuning=Tuning(chunk=32), width=24 + 8 * (seed % 2))
-    found = case.candidates()
-    for m, row in enumerate(case.rows_BJ.flatten().tolist()):
-        if row >= 0:
-            assert found.ids_MK[m].tolist() == candidates_reference(case.logits_XV[row])
-            assert torch.equal(found.logits_MK[m], case.logits_XV[row, found.ids_MK[m]])
-    drafts_ZJ, q_ZJV, store = case.run(filters=seed != 1)
-    expected_ZJ, expected_ZJV = walk_reference(case, filters=seed != 1)
-    assert torch.equal(drafts_ZJ, expected_ZJ)
-    torch.testing.assert_close(q_ZJV, expected_ZJV, atol=2e-6, rtol=0)
-    case.check_draws(store, q_ZJV)
+    case.check(filters=seed != 1)
 
 
 def test_zeros_of_both_signs_are_equal_and_nan_comes_last() -> None:
