@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     *TEMPLATE_FILES,
 )
 """All files of a tokenizer and its template; one of the shorter list above must exist."""
-_GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
+_GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend", "MistralCommonBackend")
 _EQUAL_CLASSES = {"DreamTokenizer": "Qwen2Tokenizer"}
 """Classes that checkpoints bring as code, and those of transformers that have their rules."""
 MAX_CHARS_PER_TOKEN = 256

@@ -52,7 +52,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
 
 def routes(service: Service) -> FastAPI:
     """All routes. The pages of documentation are left out: they load scripts from elsewhere."""
-    app = FastAPI(title="idlm", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="idlm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for kind in (ApiError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
     if service.config.page:

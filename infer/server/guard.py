@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import sys
 import time
 import weakref
@@ -22,6 +23,7 @@ from idlm.infer.server.page import FILES
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
+SLASHES = re.compile("/+")
 OPEN_PATHS = frozenset(("/health", "/ready"))
 HEADER_SECONDS, BODY_SECONDS, READ_SECONDS = 30.0, 30.0, 60.0
 """How long a client may take to send its headers and its body, and to read anything of an answer."""
@@ -98,9 +100,11 @@ class Guard:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        # A GET whose body stays here: uvicorn sends none to HEAD.
-        as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        await self._app(as_get, replay, send)
+        # Clients join an address that ends in a slash and a path that begins with one. A HEAD is a GET whose
+        # body stays here: uvicorn sends none.
+        path, method = SLASHES.sub("/", scope["path"]).rstrip("/") or "/", scope["method"]
+        changed = {"path": path, "method": "GET" if method == "HEAD" else method}
+        await self._app({**scope, **changed}, replay, send)
 
     def _check_headers(self, scope: Scope) -> None:
         line = len(scope["raw_path"]) + len(scope["query_string"])

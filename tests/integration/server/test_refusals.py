@@ -146,6 +146,7 @@ def test_openai_has_codes_for_models_keys_and_full_queues(server: Running) -> No
     for path, param in (("/v1/embeddings", "path"), ("/v1/models", "method")):
         error = server.refusal(path)[1]
         assert error["message"] == f"{param}: POST {path} is not served here; GET /docs lists the routes"
+    assert server.client.get("/v1//models/?a=1").json()["object"] == "list"
     keyless = httpx.get(f"{server.url}/v1/models", trust_env=False)
     assert keyless.json()["error"]["code"] == "invalid_api_key"
     error = ApiError(429, "full", code="queue_full").body()["error"]

@@ -218,7 +218,9 @@ def test_dream_has_the_rules_of_qwen2(tmp_path: Path, lists_added: bool, config:
     assert tokenizer.decode(tokenizer.encode(" hello  héllo\n")) == " hello  héllo\n"
 
 
-@pytest.mark.parametrize("name", ["DreamTokenizer", "SomeTokenizer", "SomeTokenizerFast", None])
+@pytest.mark.parametrize(
+    "name", ["DreamTokenizer", "SomeTokenizer", "SomeTokenizerFast", "MistralCommonBackend", None]
+)
 def test_the_file_is_complete_where_the_class_is_unknown(tmp_path: Path, name: str | None) -> None:
     path = save_byte_level(tmp_path) / "tokenizer_config.json"
     expected = load_tokenizer(tmp_path).encode("Hi  12")
