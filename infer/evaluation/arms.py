@@ -69,8 +69,7 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
         return None
     if given == AUTO:
         for name in fitting_decoders(semantics):
-            options = DECODERS.get(name).baseline
-            if options is not None:
+            if (options := DECODERS.get(name).baseline) is not None:
                 values = [str(value) for value in options.values() if value is not None]
                 label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
                 return Arm(label, name, dict(options))
@@ -134,9 +133,10 @@ def run_arms(
 
     results = {name: own} if base is None else {base.name: use(base), name: own}
     for arm in arms:
-        # One that has the compared decoder also has its other options.
+        # One that has the compared decoder also has its other options, and may have its name.
         kept = arguments.options if arm.decoder == name and arm.model is None else {}
-        results[arm.name] = use(arm._replace(options=kept | arm.options))
+        label = f"compare={arm.name}" if arm.name in results else arm.name
+        results[label] = use(arm._replace(options=kept | arm.options))
     return results
 
 

@@ -204,16 +204,20 @@ def test_mistakes_are_found_before_a_model_is_loaded(
 
 def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, output = _file(tmp_path, GSM8K, {**GSM8K, "question": "Three?"}), tmp_path / "out.jsonl"
-    isd = ["decoder=isd", "decoder.stride=2", "mask_token_id=170", "compare=[isd:acceptance:published]"]
+    isd = ["decoder=isd", "decoder.stride=2", "mask_token_id=170", "compare=[isd:acceptance:published,isd]"]
     arguments = [*MODEL, *SETTINGS[:3], *isd, "task=gsm8k", f"data={data}", f"output={output}"]
     with pytest.warns(UserWarning, match="stride 2"):
         assert run_evaluation(arguments) == 0
     out = capsys.readouterr().out
-    names = ["ar", "isd", "isd:acceptance:published"]
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == names
+    names = ["ar", "isd", "isd:acceptance:published", "compare=isd"]
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == names
     assert "isd - ar: +0.000 in exact match, 95% interval" in out and "2 prompts in pairs" in out
     assert "isd: 2 of 2 answers are cut off" in out
     records = read_lines(output)
     assert [record["decoder"] for record in records] == [name for name in names for _ in range(2)]
     assert {record["reference"] for record in records} == {"1,004"}
-    assert [record["completion"]["exactness"] for record in records] == ["exact"] * 4 + ["lossy"] * 2
+    assert [record["completion"]["exactness"] for record in records] == [
+        *["exact"] * 4,
+        *["lossy"] * 2,
+        *["exact"] * 2,
+    ]
