@@ -11,12 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 
@@ -40,6 +36,9 @@ class Compiled:
 def as_gpu(kernels: set[Any], *, sm: int = 90) -> Iterator[None]:
     """Inside, Triton compiles for a Hopper, or a GPU of another compute capability `sm`, which is not there.
     At the end it forgets what the `kernels` were compiled to."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
     target = GPUTarget("cuda", sm, 32)
     names = {"get_current_target": target, "get_current_device": DEVICE, "get_current_stream": 0}
     stub = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in names.items()})
@@ -63,7 +62,10 @@ def as_gpu(kernels: set[Any], *, sm: int = 90) -> Iterator[None]:
 
 def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[str, Compiled]]:
     """What `run`, which calls ops with tensors on the meta device, launches `as_gpu`: the names of kernels
-    and their variants, compiled for the arguments of the launch."""
+    and their variants, compiled for the arguments of the launch. Skips the test without Triton."""
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
     found, kernels, launch = dict[Any, str](), set[Any](), JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -73,6 +75,14 @@ def compiled_launches(run: Callable[[], object], *, sm: int = 90) -> list[tuple[
     with as_gpu(kernels, sm=sm), patch.object(JITFunction, "run", compile_only), only_compiled(), _logging():
         run()
     return [(name, _described(compiled)) for compiled, name in found.items()]
+
+
+def assert_unspilled(run: Callable[[], object], *names: str) -> list[Compiled]:
+    """What `run` launches has these names, and keeps all values in registers."""
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == [*names]
+    assert all(each.spilled_bytes == 0 for _, each in made)
+    return [each for _, each in made]
 
 
 def _described(compiled: Any) -> Compiled:
@@ -93,6 +103,9 @@ def _described(compiled: Any) -> Compiled:
 def _logging() -> Iterator[None]:
     """Inside, what ptxas prints becomes metadata of a kernel, also of one that the cache has: a cache of its
     own, because others do not have it."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
     make_cubin = CUDABackend.make_cubin
 
     def logged(backend: Any, ptx: str, metadata: dict[str, Any], *given: Any) -> bytes:

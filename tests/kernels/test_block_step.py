@@ -11,6 +11,7 @@ from idlm.kernels.block_step import BlockLanes, BlockShape, decide_blocks, pack_
 from idlm.kernels.block_step.types import RULES, PassBlocks, Proposed, Rules
 from idlm.kernels.step_rows import Lanes
 from tests.kernels.cases.block_step import Case
+from tests.kernels.hopper_compiler import assert_unspilled
 from tests.kernels.references.block_step import (
     Row,
     Sequence,
@@ -111,9 +112,6 @@ def within_limit(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int
 @pytest.mark.parametrize("has_all", [False, True])
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     lanes, num_lanes, num_sequences = torch.empty(9, dtype=torch.int64, device="meta"), 9, 200
     shape = BlockShape(
         size=32, mask_token_id=5, shifted=has_all, fuses=True, part=8 if has_all else None, reuses=has_all
@@ -136,6 +134,4 @@ def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
         names = {"rule": RULES[3 if has_all else 2], "choose": lambda masks: masks.is_maskable_BW}
         decide_blocks(table, lanes, blocks, shape, given, proposed, limits=limits, **names)
 
-    made = compiled_launches(run)
-    assert [name for name, _ in made] == ["pack_blocks_kernel", "decide_kernel"]
-    assert all(each.spilled_bytes == 0 for _, each in made)
+    assert_unspilled(run, "pack_blocks_kernel", "decide_kernel")

@@ -27,6 +27,7 @@ from idlm.infer.runtime.graphs.warm_up_shapes import WarmUpShapes
 from idlm.infer.settings import check_options
 from idlm.kernels.backend import only_compiled
 from idlm.semantics import Semantics
+from tests.kernels.hopper_compiler import as_gpu
 
 triton = pytest.importorskip("triton")
 CONTEXTS, MIXED_SIZES = (1024, 2048, 4096), (1, 4, 16, 32, 40, 64, 136, 256)
@@ -37,8 +38,6 @@ LIMITS, EAGER_ROWS, PROMPT_ROWS = (256, 4096), 512, 8192
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Names of kernels, and how many variants are requested of Triton, of which it compiles none."""
     from triton.runtime.jit import JITFunction
-
-    from tests.kernels.hopper_compiler import as_gpu
 
     variants, kernels = Counter[str](), set[Any]()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from idlm.kernels.experts import Routing, experts, route
+from tests.kernels.hopper_compiler import compiled_launches
 from tests.kernels.references.experts import experts_reference
 
 
@@ -71,8 +72,6 @@ def test_there_is_room_for_all_tiles_whatever_is_chosen() -> None:
 
 def launches_of(rows: int) -> list[tuple[str, Any]]:
     """What 128 experts, of which a row chooses 8, launch for so many rows in bf16."""
-    from tests.kernels.hopper_compiler import compiled_launches
-
     x, chosen = torch.empty(rows, 2048, dtype=torch.bfloat16, device="meta"), (rows, 8)
     weights = x.new_empty(128, 2 * 768, 2048), x.new_empty(128, 2048, 768)
     tables = x.new_empty(chosen, dtype=torch.int32), x.new_empty(chosen, dtype=torch.float32)
@@ -98,9 +97,6 @@ def test_the_products_compile_for_hopper_without_spills(rows: int) -> None:
 
 @pytest.mark.sweep
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     logits_RX, rows_R = (
         torch.empty(99, 256, dtype=torch.bfloat16, device="meta"),
         torch.arange(99, device="meta"),

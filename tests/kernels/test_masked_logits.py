@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.hopper_compiler import compiled_launches
+
 SHARED_BYTES = 227 << 10
 
 
@@ -17,7 +19,6 @@ def compiled(num_rows: int, *, tma: bool = True, entropy: bool = False, forbidde
     """What a pass over so many wanted rows in bf16 launches, by kernel."""
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits import launch
-    from tests.kernels.hopper_compiler import compiled_launches
 
     weight = torch.empty(126_464, 4096, dtype=torch.bfloat16, device="meta")
     rows_X, forbidden_S = (

@@ -35,6 +35,7 @@ from tests.kernels.cases.paged_attention import (
     steady,
     tree,
 )
+from tests.kernels.hopper_compiler import compiled_launches
 from tests.kernels.references.paged_attention import paged_attention_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +58,6 @@ def compiled_layer(
     window: int | None = None,
 ) -> dict[str, Any]:
     """The kernels of the plan and of one layer of one sequence, by name, for sm_90; needs no GPU."""
-    from tests.kernels.hopper_compiler import compiled_launches
-
     rows = AttentionRows(
         cu_rows=on_meta(2),
         block_table=on_meta(1, context // 16),

@@ -27,6 +27,7 @@ from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
 from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
+from tests.kernels.hopper_compiler import compiled_launches
 from tests.kernels.references.sampling import (
     draw_reference,
     emitted_reference,
@@ -253,8 +254,5 @@ def run_a_step(dtype: torch.dtype) -> None:
 
 @pytest.mark.sweep
 def test_every_launch_of_a_step_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     names = [name for name, _ in compiled_launches(lambda: run_a_step(torch.bfloat16))]
     assert len(names) > len(set(names)) == 13, "some kernels have variants"

@@ -18,6 +18,7 @@ from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention, flex_block_mask, flex_predicate
 from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta, row_meta_of_one
+from tests.kernels.hopper_compiler import compiled_launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
@@ -162,7 +163,6 @@ def test_the_kernels_compile_without_a_gpu(
     share a multiprocessor, with 227 KB of shared memory on Hopper, 164 KB on an A100."""
     pytest.importorskip("triton.experimental.gluon")
     from idlm.kernels.split_attention import launch
-    from tests.kernels.hopper_compiler import compiled_launches
 
     # Gluon is experimental, so every version of Triton must compile its kernel, known or not.
     has_gluon = sm == 90 and head_dim <= 128

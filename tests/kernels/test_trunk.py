@@ -21,6 +21,7 @@ from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
 from tests.kernels.cases.plain_torch import rms_norm, rotate
+from tests.kernels.hopper_compiler import compiled_launches
 from tests.margins import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:
@@ -139,9 +140,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def compiled(run: Callable[[], object]) -> Any:
     """The one kernel that `run` launches on a Hopper, compiled; nothing spills."""
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     [(_, made)] = compiled_launches(run)
     assert made.spilled_bytes == 0
     return made

@@ -10,6 +10,7 @@ import torch
 from idlm.kernels.draft_walk import Walk, top_candidates, walk
 from idlm.kernels.sampling import draft_probs
 from tests.kernels.cases.draft_walk import Case
+from tests.kernels.hopper_compiler import compiled_launches
 
 
 @pytest.mark.parametrize("filters", [False, True])
@@ -24,9 +25,6 @@ def test_an_unwritten_lane_stays_as_it_is() -> None:
 
 @pytest.mark.sweep
 def test_the_kernels_compile_for_hopper_without_spills() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     def launch() -> None:
         meta, (num_lanes, num_drafts, num_tokens) = torch.device("meta"), (9, 7, 151_936)
 

@@ -7,14 +7,12 @@ import torch
 
 from idlm.infer.state.sequence_state import LogitChanges
 from idlm.kernels.logit_changes import ChangedRows, KnownTokens
+from tests.kernels.hopper_compiler import compiled_launches
 
 
 @pytest.mark.sweep
 def test_the_kernels_compile_for_hopper() -> None:
     """With drafts, with positions of blocks, and without either."""
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     device = torch.device("meta")
     ints = torch.empty(8, dtype=torch.int64, device=device)
     logits_XV = torch.empty(8, 151_936, dtype=torch.bfloat16, device=device)

@@ -8,6 +8,7 @@ import torch
 from idlm.kernels.prompt_lookup import look_up
 from idlm.kernels.sampling import draft_probs
 from tests.kernels.drafts.lookups import check_lookups
+from tests.kernels.hopper_compiler import assert_unspilled
 
 
 def test_lookups_follow_their_definition() -> None:
@@ -17,9 +18,6 @@ def test_lookups_follow_their_definition() -> None:
 
 @pytest.mark.sweep
 def test_the_kernel_compiles_for_hopper_without_spills() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     def launch() -> None:
         meta, (num_lanes, num_drafts, num_tokens) = torch.device("meta"), (9, 7, 151_936)
 
@@ -38,5 +36,4 @@ def test_the_kernel_compiles_for_hopper_without_spills() -> None:
             layout=7,
         )
 
-    [(name, compiled)] = compiled_launches(launch)
-    assert name == "look_up_kernel" and compiled.spilled_bytes == 0
+    assert_unspilled(launch, "look_up_kernel")

@@ -17,6 +17,7 @@ from idlm.kernels.block_eviction import (
     select_positions,
 )
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, make_layer
+from tests.kernels.hopper_compiler import assert_unspilled, compiled_launches
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
@@ -29,9 +30,6 @@ def test_plain_importance_equals_the_reference(number: int, dtype: torch.dtype) 
 
 @pytest.mark.sweep
 def test_the_kernels_of_the_state_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     of_B, of_R = (torch.empty(num, dtype=torch.int64, device="meta") for num in (200, 6400))
     of_BW = of_B.new_empty(200, 32)
     rules = StateRules(of_request=True, retains_stored=True, shifted=True, prefills=True)
@@ -42,17 +40,12 @@ def test_the_kernels_of_the_state_compile_for_hopper() -> None:
         started = begin_blocks(state, fed, rules)
         finish_blocks(state, fed, started, rules, rows_BW=of_BW, waits_B=of_B.bool())
 
-    made = compiled_launches(run)
-    assert [name for name, _ in made] == ["begin_kernel", "finish_kernel"]
-    assert all(each.spilled_bytes == 0 for _, each in made)
+    assert_unspilled(run, "begin_kernel", "finish_kernel")
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_the_kernels_compile_for_hopper_without_spills(dtype: torch.dtype, scaled: bool) -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     of_B, scale_K = torch.empty(200, dtype=torch.int64, device="meta"), torch.empty(8, device="meta")
     of_BW, flags_BW, flags_B = of_B.new_empty(200, 32), of_B.new_empty(200, 32).bool(), of_B.bool()
     keys_SKH = scale_K.new_empty(4096, 8, 128, dtype=torch.float8_e4m3fn if scaled else dtype)

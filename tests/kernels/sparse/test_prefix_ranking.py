@@ -8,6 +8,7 @@ import torch
 from idlm.kernels.backend import FP8
 from idlm.kernels.prefix_ranking import op
 from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
+from tests.kernels.hopper_compiler import compiled_launches
 
 SIZES = (
     Sizes(),
@@ -46,8 +47,6 @@ SHARED_BYTES = 227 << 10
 @pytest.mark.parametrize(("group", "is_fp8"), [(8, False), (4, True)])
 def test_the_kernels_compile_for_hopper(group: int, is_fp8: bool) -> None:
     """Of blocks of 32 positions in 8 sequences with 8 KV heads."""
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -15,13 +15,11 @@ from idlm.kernels.row_compaction import (
     retain_wanted,
     spread_index,
 )
+from tests.kernels.hopper_compiler import compiled_launches
 
 
 @pytest.mark.sweep
 def test_the_kernels_compile_for_hopper_without_spills() -> None:
-    pytest.importorskip("triton")
-    from tests.kernels.hopper_compiler import compiled_launches
-
     of_R, of_B = (torch.empty(num, dtype=torch.int64, device="meta") for num in (9999, 200))
     of_BW, flags_B = of_B.new_empty(200, 32), of_B.bool()
     rows = PackedRows(of_B.new_empty(201), *[of_R] * 8, is_mask_R=of_R.bool())
