@@ -216,9 +216,11 @@ def test_reasoning_that_the_prompt_begins(
     script("hm</think>5", "stop")
     expected = {"content": "5", "reasoning_content": "hm", "tool_calls": []}
     assert whole(chat(client)) == streamed(client) == (expected, "stop")
-    # A constraint holds from the first token on, so no tag can end a reasoning.
-    script("5", "stop")
     constrained = {"guided_regex": "[0-9]"}
+    assert streamed(client, extra_body=constrained) == (expected, "stop")
+    # A grammar of the client holds from the first token on, so no tag can end a reasoning.
+    script("5", "stop")
+    constrained = {"guided_grammar": "start: /[0-9]/"}
     assert chat(client, extra_body=constrained).message.content == "5"
     assert streamed(client, extra_body=constrained) == (expected | {"reasoning_content": ""}, "stop")
 

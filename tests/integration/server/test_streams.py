@@ -27,6 +27,7 @@ from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies.choices import ChatReply, CompletionReply, Reply, Shown, TokenTexts
+from idlm.text.calls import FORMATS
 from tests.integration.server.servers import PROMPT, Running, running
 
 pytestmark = pytest.mark.sweep
@@ -62,7 +63,8 @@ def new_generation() -> Generation:
 
 
 def new_reply(kind: str, generation: Generation, **fields: Any) -> Reply:
-    shown = Shown("tiny", TokenTexts(None), lambda: AnswerParser(calls="tools" in fields))
+    given = FORMATS["hermes"] if "tools" in fields else None
+    shown = Shown("tiny", TokenTexts(None), lambda: AnswerParser(calls=given))
     if kind == "chat":
         chat = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)  # type: ignore[list-item]
         return ChatReply(chat, generation, shown)
