@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idlm.checkpoint import ADAPTER_CONFIG, MANIFEST, own_files, read_json
+from idlm.checkpoint import ADAPTER_CONFIG, LICENSE, MANIFEST, own_files, read_json
 from idlm.cli import command
 from idlm.cli.help import CommandHelp
 from idlm.config.compose import compose
@@ -192,11 +192,14 @@ def _refuse_removal(target: Path, staging: Path) -> None:
 
 
 def _copy_beside(found: Path, staging: Path, outline: Outline) -> None:
-    """Copy the selector and the tokenizer of an adapter, whose chat template the engine prefers."""
+    """Copy the selector and the licence of an adapter, and its tokenizer, whose chat template the engine
+    prefers."""
     from idlm.selector import SELECTOR_FILE
 
     if outline.semantics.selector is not None:
         (staging / SELECTOR_FILE).write_bytes((found / SELECTOR_FILE).read_bytes())
+    if (found / LICENSE).is_file():
+        (staging / LICENSE).write_bytes((found / LICENSE).read_bytes())
     tokenizer = load_tokenizer(found)
     if tokenizer is not None and num_token_ids(tokenizer) > outline.spec.vocab_size:
         more = f"{num_token_ids(tokenizer)} ids, more than the {outline.spec.vocab_size} rows of the base"

@@ -283,16 +283,17 @@ def test_an_adapter_of_idlm_is_imported_with_all_that_it_states(
     assert not (tmp_path / "o" / "tokenizer.json").exists()
 
 
-def test_a_tokenizer_beside_the_adapter_comes_along(
+def test_a_tokenizer_and_a_licence_beside_the_adapter_come_along(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = write_spelling_toy(tmp_path / "base")
     folder = write_adapter(foreign / "adapter", base, mask_token_id=334, stride=2)
     save_byte_level(folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    (folder / "LICENSE").write_text("Free.")
     given = [f"model={foreign}", f"base={base}", f"output_dir={tmp_path / 'o'}"]
     assert run(given, capsys)[0] == 0
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE")
     assert all((tmp_path / "o" / name).read_bytes() == (folder / name).read_bytes() for name in names)
     assert run(given, capsys)[0] == 0, "an import may be repeated"
 
