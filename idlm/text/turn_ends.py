@@ -13,7 +13,7 @@ from idlm.text.tokenizer import special_tokens
 WORD = "zqcontentqz"
 QUESTION: Message = {"role": "user", "content": "a"}
 ANSWER: Message = {"role": "assistant", "content": WORD}
-_FUNCTION = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"properties": {}}}}
 
 
 @functools.lru_cache(maxsize=64)
@@ -58,8 +58,7 @@ def next_tags(tokenizer: Any, text: str, has_tools: bool = False) -> tuple[str, 
 
 def _drawn(tokenizer: Any, has_tools: bool, *turns: Message, is_open: bool = False) -> str:
     """Return the text of turns; empty where the template refuses them."""
-    tools = [{"type": "function", "function": _FUNCTION}] if has_tools else []
     try:
-        return render(tokenizer, turns, open_turn=is_open, tools=tools)
+        return render(tokenizer, turns, open_turn=is_open, tools=[_TOOL] * has_tools)
     except UserError:
         return ""

@@ -196,18 +196,17 @@ def _copy_beside(found: Path, staging: Path, outline: Outline) -> None:
     prefers."""
     from idlm.selector import SELECTOR_FILE
 
-    if outline.semantics.selector is not None:
-        (staging / SELECTOR_FILE).write_bytes((found / SELECTOR_FILE).read_bytes())
-    if (found / LICENSE).is_file():
-        (staging / LICENSE).write_bytes((found / LICENSE).read_bytes())
-    tokenizer = load_tokenizer(found)
+    has_selector, tokenizer = outline.semantics.selector is not None, load_tokenizer(found)
+    names = [LICENSE, *([SELECTOR_FILE] if has_selector else [])]
+    files = {name: (found / name).read_bytes() for name in names if (found / name).is_file()}
     if tokenizer is not None and num_token_ids(tokenizer) > outline.spec.vocab_size:
         more = f"{num_token_ids(tokenizer)} ids, more than the {outline.spec.vocab_size} rows of the base"
         warnings.warn(f"the tokenizer in {found} has {more}: that of the base is used", stacklevel=2)
     elif tokenizer is not None:
-        for name, content in read_tokenizer_files(found).items():
-            (staging / name).parent.mkdir(exist_ok=True)
-            (staging / name).write_bytes(content)
+        files |= read_tokenizer_files(found)
+    for name, content in files.items():
+        (staging / name).parent.mkdir(exist_ok=True)
+        (staging / name).write_bytes(content)
 
 
 def find_adapter(directory: Path) -> Path:

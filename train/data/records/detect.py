@@ -162,8 +162,7 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     nearest = ((key, *_nearest(key, [given for given in record if given not in keys])) for key in missing)
     fixes = [f"rename {like} to {key}" for key, ratio, like in nearest if ratio >= MIN_LIKENESS]
     lists = [key for key, value in record.items() if _may_be_turns(value)]
-    if lists and not fixes:
-        fixes = [f"rename {lists[0]} to messages if it holds the turns"]
+    fixes = fixes or [f"rename {key} to messages if it holds the turns" for key in lists[:1]]
     return unusable(
         f"{origin} {problem}: it has the keys {sorted(record)}; the nearest shape is {name!r}{lacks}",
         fix=f"{' and '.join(fixes)}{', or ' if fixes else ''}write {SHAPES[name].example}; shapes: "
