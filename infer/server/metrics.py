@@ -70,8 +70,6 @@ class Metrics:
     def _make(self, key: str, kind: str, name: str, text: str, *labels: str) -> Any:
         """A metric; users give the values of `labels`."""
         buckets = TOKEN_SECONDS if key == "between_tokens" else REQUEST_SECONDS
-        options = {"buckets": buckets} if kind == "Histogram" else {}
-        made = getattr(prometheus_client, kind)(
-            name, text, ("model_name", *labels), registry=self._registry, **options
-        )
+        options = {"registry": self._registry} | ({"buckets": buckets} if kind == "Histogram" else {})
+        made = getattr(prometheus_client, kind)(name, text, ("model_name", *labels), **options)
         return made if labels else made.labels(self._model_name)

@@ -72,11 +72,11 @@ SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\b({'|'.join(SCALES)})\b(?!\
 NAMES = (FOLDER / "numbers.txt").read_text(encoding="utf-8").split()
 NUMBERS = dict(zip(NAMES, (*range(20), *range(20, 100, 10)), strict=True))
 NUMBER = re.compile(rf"\b(?:({'|'.join(NAMES[20:])})[\s-]+)?({'|'.join(NAMES)})\b", re.IGNORECASE)
-PARTS = (FOLDER / "parts.txt").read_text(encoding="utf-8").split()
-SHARES = dict(zip(PARTS, (2, 2, 3, 4, *range(4, 11)), strict=True))
+SHARES = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6}
+SHARES |= {"seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
 PART = re.compile(
     rf"(?:\b(\d+|{'|'.join(NAMES)})\s+and\s+)?(?:\b(?:an?|({'|'.join(NAMES)}))[\s-]+|(?<![\w\s-]))"
-    rf"({'|'.join(PARTS)})s?\b",
+    rf"({'|'.join(SHARES)})s?\b",
     re.IGNORECASE,
 )
 QUANTITIES = re.compile(

@@ -242,12 +242,11 @@ def _with_joined_parts(turns: list[Message]) -> list[Message]:
     """Return the turns, of which those of users may be the JSON text of parts. One of the assistant is its
     answer, unless all turns are written so, and one of a tool is its result."""
     contents = [(turn.role, turn.message["content"]) for turn in turns]
-    is_answer_too = all(
-        PARTS.match(text) for role, text in contents if role in ("user", "assistant") and text
-    )
+    written = [PARTS.match(text) for role, text in contents if role in ("user", "assistant") and text]
+    roles = ("user", "assistant") if all(written) else ("user",)
     return [
         replace(turn, message=turn.message | {"content": text_of(parsed_or(text, text), "content")})
-        if PARTS.match(text) and (role == "user" or (role == "assistant" and is_answer_too))
+        if role in roles and PARTS.match(text)
         else turn
         for turn, (role, text) in zip(turns, contents, strict=True)
     ]

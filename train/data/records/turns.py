@@ -165,10 +165,9 @@ def are_turns(value: Any) -> bool:
 def with_cells(record: Mapping[str, Any], keys: Iterable[str], origin: str) -> dict[str, Any] | UserError:
     """Return a record whose texts under `keys` are cells of a table of text, with the values that other
     sources have, or the error about turns that are not JSON."""
+    texts = [key for key in keys if isinstance(record[key], str)]
     try:
-        return {**record} | {
-            key: _cell(key, record[key], origin) for key in keys if isinstance(record[key], str)
-        }
+        return {**record} | {key: _cell(key, record[key], origin) for key in texts}
     except UserError as error:
         return error
 
