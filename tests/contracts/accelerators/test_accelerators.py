@@ -91,7 +91,7 @@ def test_at_full_budget_every_stack_is_exact_or_refused(
 
 DYNAMIC = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None}
 EDITS = DYNAMIC | {"edit_threshold": 0.3, "threshold": 0.3}
-PARTS, EIGHT = {"sub_block_size": 4, "dual_cache": True}, {"kv_cache": "fp8"}
+PARTS = {"sub_block_size": 4, "dual_cache": True}
 
 
 @pytest.mark.sweep_but(2)
