@@ -29,7 +29,7 @@ from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, 
 from idlm.infer.server.replies.choices import Shown, TokenTexts
 from idlm.infer.server.replies.stored import ResponseStore
 from idlm.infer.server.templates import TemplateProcess
-from idlm.infer.structured.schemas import HEAD, after_thought
+from idlm.infer.structured.schemas import after_thought
 from idlm.text.calls import CallFormat
 from idlm.text.left_out import kinds_left_out
 from idlm.text.split_tokens import texts_of
@@ -232,9 +232,9 @@ class Service:
         the prompt has opened it, and not under a grammar of the client."""
         if not parses_reasoning(self.config.reasoning_parser, all_template_text(self.tokenizer)):
             return False
-        given = params.constraint if body.is_whole_constrained else None
-        is_own = given is None or given.kind != "grammar" or given.text.startswith(HEAD)
-        return given is None or (is_own and is_opened(self.tokenizer, prompt_ids))
+        if params.constraint is None or not body.is_whole_constrained:
+            return True
+        return not body.has_grammar and is_opened(self.tokenizer, prompt_ids)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than those that are served."""

@@ -24,6 +24,7 @@ LEFT_OUT = {"uniqueItems": "uniqueItems is not enforced"}
 """Keywords without which a schema still describes answers."""
 _FORMAT, _KEYS, _ONE_OF = "Unknown format: ", "Unimplemented keys: ", "oneOf "
 _TIMES = re.compile(r" \(\d+ times\)$")
+_START = re.compile("^start:", re.MULTILINE)
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -76,7 +77,7 @@ def after_thought(constraint: Constraint, close: str) -> Constraint:
     """The same for an answer that ends a thought first, by the tag `close`; of grammars for those of
     `calls_grammar` alone, which have one line for the whole answer."""
     if constraint.kind == "grammar":
-        rules = [line.replace("start:", "answer_:", 1) for line in constraint.text.splitlines()[1:]]
+        rules = [_START.sub("answer_:", constraint.text.partition("\n")[2])]
     else:
         rules = [*answer_rules(constraint), "answer_: answer"]
     lines = [f"{HEAD} {json.dumps({'no_forcing': True})}", r"start: thought /\n*/ answer_", *rules]

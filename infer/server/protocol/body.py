@@ -168,6 +168,11 @@ class ConstraintFields(Body):
             raise FieldError(found[1][0], f"an answer has one constraint, not {names}")
         return Constraint(kind=found[0][1], text=found[0][2]) if found else None
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the client has written the grammar of the answer."""
+        return any(kind == "grammar" for _, kind, _ in self._given())
+
     def client_name(self, field: str) -> str:
         """The name of a field, or of a sampling setting, in the body that the client sent."""
         if field == "constraint":

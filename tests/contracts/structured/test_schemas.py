@@ -12,6 +12,7 @@ from idlm.errors import UserError
 from idlm.infer.server.errors import ApiError, from_user_error
 from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
+from idlm.infer.structured.schemas import after_thought
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_tagged
 
@@ -91,6 +92,29 @@ def test_answers_are_calls_or_match(
         assert takes(compiler, constraint, f"{CALL}\n{CALL}") == has_many
         for neither in ("Well.", f"{CALL}\n{answer}", answer + CALL):
             assert not takes(compiler, constraint, neither)
+
+
+def test_calls_after_a_thought_follow_the_same_schemas(compiler: GrammarCompiler) -> None:
+    """Also those with a text that looks like the first rule, or has a line break of Unicode."""
+    words = ["start: now", "a\u2028start: b", "\u0085"]
+    tool = {"name": "f", "parameters": {"properties": {"a": {"enum": words}}, "additionalProperties": False}}
+    for fields in ({"tool_choice": "required"}, {"guided_choice": ["yes"]}):
+        body = chat(tools=[{"type": "function", "function": {**tool, "strict": True}}], **fields)
+        before = body.constraint()
+        assert before is not None
+        for word in (*words, "other"):
+            call = json.dumps({"name": "f", "arguments": {"a": word}}, ensure_ascii=False)
+            answer = f"<tool_call>\n{call}\n</tool_call>"
+            assert takes(compiler, before, answer) == (word in words)
+            after = after_thought(before, "</think>")
+            assert takes(compiler, after, f"hm</think>\n\n{answer}") == (word in words)
+            assert not takes(compiler, after, answer)
+
+
+@pytest.mark.parametrize("text", ['start: "a"', '%llguidance {}\nstart: "a"'])
+def test_a_grammar_of_the_client_is_known(text: str) -> None:
+    assert chat(guided_grammar=text).has_grammar
+    assert not chat(tools=TOOLS, tool_choice="required").has_grammar
 
 
 def test_calls_beside_what_has_no_rule_are_refused() -> None:
