@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
@@ -153,27 +153,32 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
+def _has_tools(item: Any) -> bool:
+    is_more = isinstance(item, dict) and item.get("type") == "additional_tools"
+    return is_more and isinstance(item.get("tools"), list)
+
+
 def flat_name(namespace: str | None, name: str) -> str:
     """The name of a function of a namespace among all functions."""
     return name if namespace in (None, FUNCTIONS) else f"{namespace}__{name}"
 
 
-def flat_tools(tools: Any, namespace: str | None = None) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Tools as functions, each with what its calls have besides: the type of custom ones, and the namespace.
-    Other values as they are."""
-    for tool in tools if isinstance(tools, list) else ():
+def flat_tools(tools: Sequence[Any], namespace: str | None = None) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Tools as functions, each with what its calls have besides: their own name, the type of custom ones, and
+    the namespace. Other values as they are."""
+    for tool in tools:
         given = tool if isinstance(tool, dict) else {}
-        if given.get("type") == "namespace":
-            yield from flat_tools(given.get("tools"), given.get("name"))
-            continue
-        origin = {
-            "name": given.get("name", ""),
-            **({} if namespace in (None, FUNCTIONS) else {"namespace": namespace}),
-        }
-        if given.get("type") == "custom":
-            tool = {"type": "function", "parameters": TEXT_INPUT, "description": given.get("description")}
-            origin["type"] = "custom_tool_call"
-        yield ({**tool, "name": flat_name(namespace, origin["name"])} if origin["name"] else tool), origin
+        kind, name, others = given.get("type"), given.get("name"), given.get("tools")
+        if not isinstance(name, str):
+            yield tool, {}
+        elif kind == "namespace" and namespace is None and isinstance(others, list):
+            yield from flat_tools(others, name)
+        else:
+            origin = {"name": name} | ({} if namespace in (None, FUNCTIONS) else {"namespace": namespace})
+            if kind == "custom":
+                tool = {"type": "function", "parameters": TEXT_INPUT, "description": given.get("description")}
+                origin["type"] = "custom_tool_call"
+            yield {**tool, "name": flat_name(namespace, name)}, origin
 
 
 class FlatChoice(NamedFunction):
@@ -215,37 +220,31 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions | None = None
     _context: Sequence[Item] = PrivateAttr(default=())
     _origins: dict[str, dict[str, str]] = PrivateAttr(default_factory=dict)
-    _left_out: set[str] = PrivateAttr(default_factory=set)
+    _left_out: Sequence[str] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_functions(
-        cls, value: Any, handler: ModelWrapValidatorHandler[ResponseRequest]
-    ) -> ResponseRequest:
+    def _of_functions(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """With functions in place of other tools, also of those that come in items of the type
         `additional_tools`."""
         given = value if isinstance(value, dict) else {}
         items, tools = given.get("input"), given.get("tools") or []
-        if isinstance(items, list):
-            more = [one for one in items if isinstance(one, dict) and one.get("type") == "additional_tools"]
-            tools = [*tools, *(tool for one in more for tool in one.get("tools") or ())]
-            value = {**given, "input": [one for one in items if one not in more]} if more else value
-        flat = [*flat_tools(tools)]
-        if flat:
-            kinds = [tool.get("type") if isinstance(tool, dict) else None for tool, _ in flat]
-            value = {**value, "tools": [tool for (tool, _), kind in zip(flat, kinds) if kind not in HOSTED]}
-        body = handler(value)
-        if flat:
-            body._origins = {tool["name"]: origin for tool, origin in flat if origin["name"]}
-            body._left_out = {kind for kind in HOSTED if kind in kinds}
+        if isinstance(items, list) and isinstance(tools, list):
+            more = [one for one in items if _has_tools(one)]
+            tools = [*tools, *(tool for one in more for tool in one["tools"])]
+            value = {**given, "input": [one for one in items if not _has_tools(one)]} if more else value
+        flat = [*flat_tools(tools)] if isinstance(tools, list) else []
+        kinds = [tool.get("type") if isinstance(tool, dict) else None for tool, _ in flat]
+        kept = [each for each, kind in zip(flat, kinds, strict=True) if kind not in HOSTED]
+        body = handler({**value, "tools": [tool for tool, _ in kept]} if flat else value)
+        body._origins = {tool["name"]: origin for tool, origin in kept}
+        body._left_out = [kind for kind in HOSTED if kind in kinds]
         return body
 
     @property
     def notes(self) -> list[str]:
         """What of the request does not hold."""
-        return [
-            f"tools of type {kind} are left out: nothing runs them here" for kind in sorted(self._left_out)
-        ]
+        return [f"tools of type {kind} are left out: nothing runs them here" for kind in self._left_out]
 
     def origin(self, name: str) -> dict[str, str]:
         """What a call of the function `name` has: its own name, and its type and namespace, if any."""

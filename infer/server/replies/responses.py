@@ -152,7 +152,8 @@ class ResponseReply(ChatReply):
         item, text = self._items[-1], call["function"]["arguments"]
         field = ARGUMENTS[item["type"]]
         if field == "input":
-            text = json.loads(text).get(field, text)
+            given = json.loads(text).get(field)
+            text = given if isinstance(given, str) else text
         kind = "custom_tool_call_input" if field == "input" else "function_call_arguments"
         yield f"{kind}.delta", {**self._where, "delta": text}
         item[field] = text

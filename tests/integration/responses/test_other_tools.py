@@ -51,11 +51,26 @@ def test_all_tools_are_functions_of_the_chat() -> None:
 
 
 @pytest.mark.parametrize(
-    "tool", [{"type": "new"}, {"type": "function"}, 3, {**SPACE, "tools": [{"type": "new"}]}]
+    "tools",
+    [
+        *([{"type": "new"}], [{"type": "function"}], [3], [{**SPACE, "tools": [{"type": "new"}]}], 3, "ab"),
+        *([{**SPACE, "tools": 3}], [{**SPACE, "name": ["x"]}], [{**SPACE, "tools": [SPACE]}]),
+    ],
+    ids=str,
 )
-def test_unknown_tools_are_refused(tool: Any) -> None:
-    with pytest.raises(ValidationError, match="tools"):
-        ResponseRequest.model_validate({"input": "Hi", "tools": [tool]})
+def test_unknown_tools_are_refused(tools: Any) -> None:
+    for items in ("Hi", [QUESTION]):
+        with pytest.raises(ValidationError, match="tools"):
+            ResponseRequest.model_validate({"input": items, "tools": tools})
+    with pytest.raises(ValidationError, match="tools|input"):
+        ResponseRequest.model_validate({"input": [{"type": "additional_tools", "tools": tools}, QUESTION]})
+
+
+def test_hosted_tools_have_no_part_in_calls() -> None:
+    tools = [FUNCTION, {**SEARCH, "name": ["x"]}, {**SEARCH, "namespace": "x", "name": "note"}]
+    body = ResponseRequest.model_validate({"input": "Hi", "tools": tools})
+    assert [tool.name for tool in body.tools or ()] == ["note"]
+    assert body.origin("note") == {"name": "note"}
 
 
 @pytest.mark.sweep
