@@ -90,10 +90,8 @@ def headers(path: Path) -> dict[str, Stored]:
     entries.pop("__metadata__", None)
     found = {}
     for name, entry in entries.items():
-        first, last = entry["data_offsets"]
-        found[name] = Stored(
-            path, name, 8 + length + first, last - first, tuple(entry["shape"]), entry["dtype"]
-        )
+        first, last = (8 + length + offset for offset in entry["data_offsets"])
+        found[name] = Stored(path, name, first, last - first, tuple(entry["shape"]), entry["dtype"])
     return found
 
 
