@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from idlm.infer.server.messages import AnswerEvent
@@ -24,7 +24,7 @@ class ParsedPart(NamedTuple):
 
 class AnswerParser:
     """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls of this
-    format. `text_of`: the text of a token."""
+    format, of the tools `names`. `text_of`: the text of a token."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class AnswerParser:
         thinks: bool = False,
         is_open: bool = False,
         calls: CallFormat | None = None,
+        names: Collection[str] = (),
         text_of: Callable[[int], str] = str,
     ) -> None:
         self.thinks, self._text_of = thinks, text_of
@@ -39,7 +40,7 @@ class AnswerParser:
         self._num_tokens, self._tail = 0, ""
         self._breaks, self._is_blank = "", True
         """Line breaks that end the reasoning so far, and whether it has nothing else."""
-        self._calls = None if calls is None else CallParser(calls)
+        self._calls = None if calls is None else CallParser(calls, names)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -94,12 +95,12 @@ def call_format(parser: str, template: str) -> CallFormat | None:
 class CallParser:
     """Calls of tools in an answer's content, which may come in any parts: the pieces of all parts, with
     adjacent content joined, are those of the whole text. Calls are released when their group is whole. What
-    is in the tags and is no call stays content, tags included. Space before and after calls belongs to
-    nothing. `calls_grammar` is the other direction: whatever matches it is read back as calls of the given
-    tools."""
+    is in the tags and is no call stays content, tags included, and so does a JSON object without a tag that
+    calls none of the tools `names`. Space before and after calls belongs to nothing. `calls_grammar` is the
+    other direction: whatever matches it is read back as calls of the given tools."""
 
-    def __init__(self, given: CallFormat) -> None:
-        self._format, self._held, self._space = given, "", ""
+    def __init__(self, given: CallFormat, names: Collection[str]) -> None:
+        self._format, self._names, self._held, self._space = given, names, "", ""
         self._begun: str | None = None
         """What began the group that is read."""
         self._may_be_bare, self._follows_call = given.is_bare, False
@@ -121,7 +122,8 @@ class CallParser:
             if not end and not is_last:
                 break
             assert self._begun is not None
-            if calls := self._format.read(body):
+            calls = self._format.read(body)
+            if calls and (self._begun or all(name in self._names for name, _ in calls)):
                 pieces += [ParsedPart("call", text, name) for name, text in calls]
                 self._space, self._follows_call = "", True
             else:

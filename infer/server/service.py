@@ -141,7 +141,7 @@ class Service:
         with self.checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             token_ids, notes = await self.encode_chat(body, params.n, client)
-            thinks = self._thinks(body, params, token_ids)
+            thinks = self._thinks(body, token_ids)
             if thinks and params.constraint and body.is_whole_constrained:
                 params = dataclasses.replace(params, constraint=after_thought(params.constraint, CLOSE))
             if params.stop and params.stop_in_reasoning is None:
@@ -212,12 +212,14 @@ class Service:
 
     def shown(self, body: ChatRequest | None, generation: Generation) -> Shown:
         """What the answer to a chat, or to a completion (None), has besides its events."""
-        thinks = body is not None and self._thinks(body, generation.params, generation.prompts[0])
+        thinks = body is not None and self._thinks(body, generation.prompts[0])
+        names = [] if body is None else [tool.function.name for tool in body.callable_tools]
         parser = functools.partial(
             AnswerParser,
             thinks=thinks,
             is_open=thinks and is_opened(self.tokenizer, generation.prompts[0]),
-            calls=self._call_format if body is not None and body.callable_tools else None,
+            calls=self._call_format if names else None,
+            names=names,
             text_of=self.token_texts.text,
         )
         return Shown(generation.params.adapter or self.model_name, self.token_texts, parser)
@@ -227,23 +229,21 @@ class Service:
         """How the model calls tools; None if nothing reads its calls."""
         return call_format(self.config.tool_parser, all_template_text(self.tokenizer))
 
-    def _thinks(self, body: ChatRequest, params: SamplingParams, prompt_ids: Sequence[int]) -> bool:
+    def _thinks(self, body: ChatRequest, prompt_ids: Sequence[int]) -> bool:
         """Whether an answer may begin with reasoning. One whose first token is constrained does so only where
         the prompt has opened it, and not under a grammar of the client."""
-        if not parses_reasoning(self.config.reasoning_parser, all_template_text(self.tokenizer)):
+        template = all_template_text(self.tokenizer)
+        if body.has_grammar or not parses_reasoning(self.config.reasoning_parser, template):
             return False
-        if params.constraint is None or not body.is_whole_constrained:
-            return True
-        return not body.has_grammar and is_opened(self.tokenizer, prompt_ids)
+        return not body.is_whole_constrained or is_opened(self.tokenizer, prompt_ids)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than those that are served."""
         if name is not None and name not in self.models:
             *others, last = map(repr, self.models)
             known = f"models are {', '.join(others)} and {last}" if others else f"model is {last}"
-            raise FieldError(
-                "model", f"{name!r} is not served here; the {known}", status=404, code="model_not_found"
-            )
+            rule = f"{name!r} is not served here; the {known}"
+            raise FieldError("model", rule, status=404, code="model_not_found")
 
     @contextlib.contextmanager
     def checked(self, body: SamplingFields, prompt_field: str) -> Iterator[None]:

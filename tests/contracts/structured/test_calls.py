@@ -59,6 +59,8 @@ READ = [
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "c"),
     ("llama", ' \n{"name": "Bob", "age": 3}', "t"),
     ("llama", '{"name": "Bob"}', "t"),
+    ("llama", '{"name": "Bob", "parameters": {}}', "t"),
+    ("llama", '<|python_tag|>{"name": "Bob", "parameters": {}}', "c"),
     ("llama", 'So {"name": "now", "parameters": {}}', "t"),
     ("llama", " \n", "t"),
     ("mistral", f"[TOOL_CALLS] [{ONE}", "t"),
@@ -87,7 +89,7 @@ def grammar_of(
 
 def parsed(text: str, size: int | None = None, given: CallFormat = HERMES) -> list[ParsedPart]:
     """The pieces of a text that comes in parts of `size` characters; adjacent content is joined."""
-    parser, found, size = CallParser(given), list[ParsedPart](), size or len(text)
+    parser, found, size = CallParser(given, TOOLS), list[ParsedPart](), size or len(text)
     pushed = [parser.push(text[start : start + size]) for start in range(0, len(text), size)]
     for piece in [*itertools.chain(*pushed), *parser.push("", is_last=True)]:
         if found and piece.kind == found[-1].kind == "content":
@@ -192,7 +194,7 @@ def test_a_part_that_ends_behind_a_backslash_splits_no_call() -> None:
     whole = parsed(call)
     assert [piece.kind for piece in whole] == ["call"]
     for index in range(1, len(call)):
-        parser = CallParser(HERMES)
+        parser = CallParser(HERMES, ())
         assert [*parser.push(call[:index]), *parser.push(call[index:], is_last=True)] == whole
 
 
