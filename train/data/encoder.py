@@ -42,7 +42,7 @@ LATER_BLOCK = f"answers hold a {OPEN} block after their beginning, which is not 
 RESULT = "<tool_response>"
 TAGS_TWICE = "turns of tools hold the tags that the chat template writes around them"
 RETOKENISED = "token_ids are not those of text in this tokenizer, and the text trains"
-RENDERING = 9
+RENDERING = 10
 """Goes up when records become other samples: caches hold them."""
 
 

@@ -93,6 +93,9 @@ def test_parts_in_the_json_text_of_a_result_or_a_single_answer_are_what_was_said
     assert read({"messages": [*turns, result, ANSWER]}) == {"messages": [*turns, result, ANSWER]}
     asked = USER | {"content": written.replace("b", "a")}
     assert read({"messages": [asked, turns[1]]}) == {"messages": CHAT}
+    ruled, rule = ({"role": "system", "content": text} for text in (written, "b"))
+    for answer in turns[1], ANSWER:
+        assert read({"messages": [ruled, asked, answer]}) == {"messages": [rule, *CHAT]}
 
 
 @pytest.mark.parametrize(

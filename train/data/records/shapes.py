@@ -239,14 +239,14 @@ def _with_thought(turns: list[Message], record: Record) -> list[Message]:
 
 
 def _with_joined_parts(turns: list[Message]) -> list[Message]:
-    """Return the turns, of which those of users may be the JSON text of parts. One of the assistant is its
-    answer, unless all turns are written so, and one of a tool is its result."""
+    """Return the turns, which may be the JSON text of parts. One of the assistant is its answer, unless those
+    of users and assistants are all written so, and one of a tool is its result."""
     contents = [(turn.role, turn.message["content"]) for turn in turns]
     written = [PARTS.match(text) for role, text in contents if role in ("user", "assistant") and text]
-    roles = ("user", "assistant") if all(written) else ("user",)
+    plain = ("tool",) if all(written) else ("tool", "assistant")
     return [
         replace(turn, message=turn.message | {"content": text_of(parsed_or(text, text), "content")})
-        if role in roles and PARTS.match(text)
+        if role not in plain and PARTS.match(text)
         else turn
         for turn, (role, text) in zip(turns, contents, strict=True)
     ]
