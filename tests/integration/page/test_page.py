@@ -255,7 +255,7 @@ def test_every_setting_of_a_request_has_a_field(page: Any) -> None:
         "response_format",
     }
     others = {"logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "chat_template_kwargs"}
-    same = {"max_completion_tokens", *(name for name in allowed if name.startswith("guided_"))}
+    same = {"max_completion_tokens", "reasoning", *(name for name in allowed if name.startswith("guided_"))}
     panel = page.locator("#settings-fold")
     assert panel.evaluate("one => one.scrollWidth <= one.clientWidth")
     assert {*fields} <= allowed and allowed <= shown | others | same, allowed - shown - others - same
