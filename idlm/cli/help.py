@@ -16,6 +16,7 @@ from idlm.config.compose import CONF_DIR, RECIPE, recipes
 from idlm.config.schema import describe_type, is_schema, members, plain, walk
 
 PARENTHESIS = re.compile(r"\s*\([^()]*\)")
+_TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
 
@@ -37,8 +38,7 @@ class CommandHelp:
     @classmethod
     def of(cls, name: str, schema: type, **more: Any) -> Self:
         """The help of a command of idlm, whose texts are in `help.toml`."""
-        texts = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))[name]
-        return cls(name=name, schema=schema, **texts, **more)
+        return cls(name=name, schema=schema, **_TEXTS[name], **more)
 
     @property
     def first_sentence(self) -> str:
