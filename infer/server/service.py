@@ -63,6 +63,8 @@ class Service:
         self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
         self._templates: list[TemplateProcess] = []
         self.template_variables = frozenset[str]()
+        self._call_format: CallFormat | None = None
+        """How the model calls tools; None if nothing reads its calls."""
         # Each with a tokenizer of its own, which are not made for several threads. Long texts have the second
         # one, so that short ones do not wait for them.
         self._encoders = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "long")]
@@ -224,11 +226,6 @@ class Service:
         )
         return Shown(generation.params.adapter or self.model_name, self.token_texts, parser)
 
-    @property
-    def _call_format(self) -> CallFormat | None:
-        """How the model calls tools; None if nothing reads its calls."""
-        return call_format(self.config.tool_parser, all_template_text(self.tokenizer))
-
     def _thinks(self, body: ChatRequest, prompt_ids: Sequence[int]) -> bool:
         """Whether an answer may begin with reasoning. One whose first token is constrained does so only where
         the prompt has opened it, and not under a grammar of the client."""
@@ -335,6 +332,7 @@ class Service:
                 variables = await loop.run_in_executor(encoder, self._templates[0].variables)
                 self.template_variables = variables
         self.token_texts = TokenTexts(self.tokenizer)
+        self._call_format = call_format(self.config.tool_parser, all_template_text(self.tokenizer))
         # As in the engine process: looking at all libraries would stop every stream for a tenth of a second.
         gc.collect()
         gc.freeze()
