@@ -136,10 +136,9 @@ def run_backward(
     )
     dkey, dvalue = (key.new_empty(batch, num_keys, key.shape[1], head_dim) for _ in "kv")
     sums = [gradient[:, :num_rows] for gradient in (dkey, dvalue)]
-    dk, dv = (
-        (sum_BTKH if parts == 1 else key.new_empty(parts, *sum_BTKH.shape, dtype=torch.float32))
-        for sum_BTKH in sums
-    )
+    dk, dv = sums
+    if parts > 1:
+        dk, dv = (key.new_empty(parts, *one.shape, dtype=torch.float32) for one in sums)
     inputs = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2))
     _run_walk(launch, parts, inputs, dq_sums, (dk, dv), (lse, delta), see, scale, on_hopper=on_hopper)
     if parts > 1:
